@@ -1,0 +1,33 @@
+"""Every error that jaxserve raises on purpose.
+
+`ValueError` and its children are the caller's; `NotImplementedError` means unsupported here; `RequestError` ends one
+request while the engine lives on; `EngineDeadError` ends everything.
+"""
+
+
+class JaxserveError(Exception):
+    """Root of the errors that are not a plain ValueError or NotImplementedError."""
+
+
+class ParameterError(JaxserveError, ValueError):
+    """One parameter is out of range. `parameter` is its name, `value` what came."""
+
+    def __init__(self, parameter: str, value: object, expected: str):
+        super().__init__(f"{parameter} must be {expected}, got {value!r}")
+        self.parameter, self.value = parameter, value
+
+
+class RequestError(JaxserveError, ValueError):
+    """One bad request; others are unharmed."""
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is at its limit; try again later."""
+
+
+class EngineDeadError(JaxserveError, RuntimeError):
+    """The engine stopped and cannot go on; every later call fails at once."""
+
+
+class WeightsError(JaxserveError, ValueError):
+    """A checkpoint that is incomplete, misshapen or damaged; the message names the tensor or the file."""

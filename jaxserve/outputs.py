@@ -1,0 +1,59 @@
+"""What a request gives back: vLLM's names and meanings."""
+
+import dataclasses
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """One candidate at one position. `rank` counts from 1 = most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class CompletionOutput:
+    """One of the n samples of a request.
+
+    `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop string
+    or stop token id that matched, None for EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds on the engine's monotonic clock; None = not reached yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class RequestOutput:
+    """The state of one request: all of it, what is new, or its end, as `SamplingParams.output_kind` says."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,184 @@
+"""How to sample one request: vLLM's names, defaults and ranges."""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.exceptions import ParameterError
+
+MAX_N = 16384
+MAX_STOP_STRINGS = 64
+# Names that vLLM knows and this version does not serve yet; each says so instead of being dropped in silence.
+NOT_YET = (
+    "structured_outputs",
+    "logprob_token_ids",
+    "prompt_logprob_start",
+    "prompt_logprob_token_ids",
+    "flat_logprobs",
+    "thinking_token_budget",
+    "repetition_detection",
+    "trace_decode_token_ids",
+    "watermarking",
+    "truncate_prompt_tokens",
+    "skip_reading_prefix_cache",
+    "stream_interval",
+)
+
+
+class RequestOutputKind(enum.Enum):
+    """What each `RequestOutput` of a stream holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # only what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling options of one request.
+
+    temperature 0 is greedy; `top_k` 0 or -1 and `top_p` 1 are off; `max_tokens` None means up to `max_model_len`.
+    With `seed`, sample i of n equals a lone run with `seed + i`, whatever else is in the batch.
+
+    Raises:
+        ParameterError: a field is out of range (`parameter` and `value` are on the error).
+        NotImplementedError: a known option of vLLM that is not served yet (from `SamplingParams.of`).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    extra_args: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_ranges()
+        self._check_lists()
+
+    def _normalise(self) -> None:
+        def put(name: str, value: object) -> None:  # the one place where a frozen field is written
+            object.__setattr__(self, name, value)
+
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        put("stop", tuple(stop))
+        for name in ("stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ParameterError(name, value, "a list")
+            put(name, tuple(value or ()))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.top_k == -1:
+            put("top_k", 0)
+        if self.seed == -1:
+            put("seed", None)
+        if isinstance(self.temperature, int | float) and 0.0 < self.temperature < 0.01:
+            put("temperature", 0.01)
+        if self.logit_bias is not None:
+            bias = {int(k): v for k, v in self.logit_bias.items()}
+            for v in bias.values():
+                _number("logit_bias", v, -math.inf, math.inf, "finite numbers")
+            put("logit_bias", {k: min(100.0, max(-100.0, float(v))) for k, v in bias.items()})
+
+    def _check_ranges(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 2.0, "in [0, 2]")
+        _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]")
+        if self.top_p == 0.0:
+            raise ParameterError("top_p", self.top_p, "in (0, 1]")
+        _integer("top_k", self.top_k, 0)
+        _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a finite number above 0")
+        if self.repetition_penalty == 0.0:
+            raise ParameterError("repetition_penalty", self.repetition_penalty, "a finite number above 0")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1)
+        if self.temperature == 0.0 and self.n > 1:
+            raise ParameterError("n", self.n, "1 when temperature is 0 (greedy samples would all be the same)")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ParameterError("output_kind", self.output_kind, "a RequestOutputKind")
+
+    def _check_lists(self) -> None:
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ParameterError("stop", list(self.stop), "made of non-empty strings")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ParameterError("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
+        if self.stop and not self.detokenize:
+            raise ParameterError("stop", list(self.stop), "empty when detokenize is False")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ParameterError("allowed_token_ids", [], "None or a non-empty list")
+            for token in self.allowed_token_ids:
+                _integer("allowed_token_ids", token, 0)
+        for token in self.logit_bias or ():
+            _integer("logit_bias", token, 0)
+        if any(not isinstance(word, str) or not word.strip() for word in self.bad_words):
+            raise ParameterError("bad_words", list(self.bad_words), "made of non-empty strings")
+
+    @classmethod
+    def of(cls, **options: Any) -> "SamplingParams":
+        """`SamplingParams(**options)` for options that come from outside (JSON, a proto): every name is checked.
+
+        Raises:
+            NotImplementedError: an option of vLLM that jaxserve does not serve yet.
+            ParameterError: an unknown option, or a value out of range.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name, value in options.items():
+            if name in NOT_YET:
+                raise NotImplementedError(f"{name} is not supported yet; leave it out")
+            if name not in known:
+                raise ParameterError(name, value, f"left out: it is no sampling parameter (known: {sorted(known)})")
+        return cls(**options)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    expected = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise ParameterError(name, value, expected)
+
+
+def _number(name: str, value: object, low: float, high: float, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ParameterError(name, value, expected)
+    if not low <= value <= high:
+        raise ParameterError(name, value, expected)

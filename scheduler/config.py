@@ -1,0 +1,45 @@
+"""Bounds and policies of the scheduler."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may hold and who goes first. All counts are tokens unless the name says otherwise.
+
+    Raises:
+        ValueError: a field is out of range; the message names it.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 2048
+    max_prefill_seqs: int = 32  # sequences in the prefill region of one step
+    policy: Literal["fcfs", "priority"] = "fcfs"  # priority: the LOWER value goes first, ties by arrival
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0  # 0 = no cap on one prompt's tokens in a step
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    reserve_full_isl: bool = True  # admit a prompt only when pages for all of it are free
+    watermark: float = 0.0  # share of the pool that admission leaves free
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError(f"long_prefill_token_threshold must be >= 0, got {self.long_prefill_token_threshold}")
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill a whole prompt must fit one step: max_num_batched_tokens "
+                f"{self.max_num_batched_tokens} < max_model_len {self.max_model_len}; raise the former or lower the latter"
+            )
