@@ -1,40 +1,13 @@
-"""The paged KV cache of one layer kind, and the batches that attention reads through it."""
+"""The paged KV cache as layers see it, and the batch of one step."""
 
 import dataclasses
 
 import jax
 from jax import Array
+from jaxtyping import Float, Int
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KVCache:
-    """All layers' pages of one layer kind. Page 0 is never allocated: padding rows write there."""
-
-    k: Array  # [L, P, page_size, K, H]
-    v: Array  # [L, P, page_size, K, H]
-
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[2]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionBatch:
-    """The sequences of one region, decode or prefill.
-
-    Query tokens are packed: those of sequence s are rows `[cu_q_lens[s], cu_q_lens[s+1])` of q and they are the last
-    ones before `kv_lens[s]`: row j of them sits at position `kv_lens[s] - q_len[s] + j`. A padding sequence has
-    q_len 0 and kv_len 0; rows at and beyond `cu_q_lens[-1]` are padding and come out as zeros.
-    In the decode region every sequence has exactly `max_q_len` rows (padding ones too), so that no packing is needed:
-    there row `s * max_q_len + j` belongs to s, and a padding sequence has kv_len 0.
-    """
-
-    page_table: Array  # i32 [S, max_pages], global page ids
-    kv_lens: Array  # i32 [S], KV positions after this step's write
-    cu_q_lens: Array | None = None  # i32 [S+1], prefill region; None = decode region
-    max_q_len: int = dataclasses.field(default=1, metadata={"static": True})  # decode region: query rows a sequence
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch
+from jaxserve.pallas_kernels.paged_attention.types import KVCache as KVCache
 
 
 @jax.tree_util.register_dataclass
@@ -48,3 +21,22 @@ class StepBatch:
     page_offsets: Array  # i32 [B*q + T]
     decode: AttentionBatch | None
     prefill: AttentionBatch | None
+
+    @property
+    def num_decode_rows(self) -> int:
+        return 0 if self.decode is None else self.decode.kv_lens.shape[0] * self.decode.max_q_len
+
+
+def write_kv(
+    kv: KVCache,
+    layer: int | Int[Array, ""],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    page_ids: Int[Array, " T"],
+    page_offsets: Int[Array, " T"],
+) -> KVCache:
+    """The cache with each row of k and v at its page and offset of `layer`. In place when the cache was donated."""
+    return KVCache(
+        k=kv.k.at[layer, page_ids, page_offsets].set(k.astype(kv.k.dtype)),
+        v=kv.v.at[layer, page_ids, page_offsets].set(v.astype(kv.v.dtype)),
+    )

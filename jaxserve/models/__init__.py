@@ -1,0 +1,29 @@
+"""The registry of architectures."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.models import llama
+from jaxserve.models.base import Model as Model
+from jaxserve.models.base import ModelConfig as ModelConfig
+from jaxserve.models.base import Target as Target
+
+_MODULES = {name: module for module in (llama,) for name in module.ARCHITECTURES}
+
+
+def get_model(hf_config: Mapping[str, Any]) -> Model:
+    """The model that a Hugging Face config.json describes.
+
+    Raises:
+        ValueError: the architecture is unknown, or a field of the configuration is missing or not supported.
+    """
+    names = hf_config.get("architectures") or []
+    module = next((_MODULES[name] for name in names if name in _MODULES), None)
+    if module is None:
+        raise ValueError(f"architectures {names} are not supported; jaxserve knows {', '.join(sorted(_MODULES))}")
+    return Model(
+        config=module.config_from_hf(hf_config),
+        layer_module=module.Layer,
+        layer_fn=module.layer,
+        translate_fn=module.translate,
+    )

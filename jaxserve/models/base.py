@@ -1,0 +1,305 @@
+"""What every architecture shares: the configuration, the parameters outside the layers, and the `Model` itself.
+
+An architecture is one module of this package. It says how to read its config.json (`config_from_hf`), which parameters
+one layer has (`Layer`, a Flax module), what a layer computes (`layer`, a plain function over a plain dict) and what
+the tensors of a checkpoint are called (`translate`). `Model` joins these and is all that the rest of jaxserve sees.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from jaxserve.layers.attention import AttentionSpec, project_qkv
+from jaxserve.layers.decoder import Attend, Params
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.kv_cache import KVCache
+from jaxserve.layers.linear import fan_in, linear, ones, param, zeros
+from jaxserve.layers.mlp import Act
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import RopeScaling, apply_rope, rope_frequencies
+
+LayerKind = Literal["full", "sliding"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder and the choices of its architecture. Lengths are tokens.
+
+    Raises:
+        ValueError: fields that contradict each other.
+    """
+
+    architecture: str  # the name in config.json
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # 1 where the checkpoint stores norm weights less one (Gemma)
+    act: Act = "silu"
+    tie_word_embeddings: bool = False
+    embed_scale: float = 1.0
+
+    layer_kinds: tuple[LayerKind, ...] = ()  # one a layer; () = all "full"
+    sliding_window: int | None = None  # of "sliding" layers: positions that a query sees, itself included
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rope_local_theta: float | None = None  # of "sliding" layers, unscaled (Gemma 3); None = as "full" layers
+
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
+    query_scale: float | None = None  # factor of q.k; None = head_dim ** -0.5
+    attn_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+
+    num_experts: int = 0  # 0 = a dense MLP
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
+
+    def __post_init__(self) -> None:
+        if not self.layer_kinds:
+            object.__setattr__(self, "layer_kinds", ("full",) * self.num_layers)
+        if len(self.layer_kinds) != self.num_layers:
+            raise ValueError(f"layer_kinds must name {self.num_layers} layers, got {len(self.layer_kinds)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        if "sliding" in self.layer_kinds and self.sliding_window is None:
+            raise ValueError("sliding layers need sliding_window")
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok must be in [1, {self.num_experts}], got {self.num_experts_per_tok}")
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused projection: q, then k, then v."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def num_layers_of(self, kind: str) -> int:
+        return self.layer_kinds.count(kind)  # pyright: ignore[reportArgumentType]
+
+    def rope(self, kind: str) -> np.ndarray:
+        """Rotary frequencies of the layers of one kind, float32 [H/2]."""
+        if kind == "sliding" and self.rope_local_theta is not None:
+            return rope_frequencies(self.head_dim, self.rope_local_theta)
+        return rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    def attention_spec(self, kind: str) -> AttentionSpec:
+        return AttentionSpec(
+            scale=self.head_dim**-0.5 if self.query_scale is None else self.query_scale,
+            sliding_window=self.sliding_window if kind == "sliding" else None,
+            soft_cap=self.attn_soft_cap,
+        )
+
+
+class Target(NamedTuple):
+    """Where a checkpoint tensor belongs: the leaf of the parameters, and the part of a fused leaf (None = all of it).
+
+    `part` is "q", "k" or "v" in qkv leaves, "gate" or "up" in gate_up leaves, and (expert, "gate" | "up" | "down") in
+    those of experts.
+    """
+
+    path: tuple[str | int, ...]  # ("layers", 3, "qkv")
+    part: str | tuple[int, str] | None = None
+
+    def index(self, config: ModelConfig) -> tuple[int | slice, ...]:
+        """The part as an index into the leaf: `leaf[target.index(config)]` has the tensor's shape."""
+        if self.part is None:
+            return ()
+        expert, part = ((), self.part) if isinstance(self.part, str) else (self.part[:1], self.part[1])
+        if part == "down":
+            return expert
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        f = config.moe_intermediate_size if expert else config.intermediate_size
+        start, size = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, f), "up": (f, f)}[part]
+        return (*expert, slice(start, start + size))
+
+
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_OUTER_NAMES = {"model.embed_tokens.weight": "embed", "model.norm.weight": "final_norm", "lm_head.weight": "lm_head"}
+
+
+def translate_decoder(name: str, layer_names: Mapping[str, tuple[str, str | None]]) -> Target | None:
+    """The usual `model.layers.N.*` naming, given `name inside a layer -> (leaf, part)`.
+
+    Returns:
+        None for a tensor that is ignored on purpose (old checkpoints store RoPE's frequencies).
+    Raises:
+        KeyError: the architecture has no such tensor.
+    """
+    if name in _OUTER_NAMES:
+        return Target((_OUTER_NAMES[name],))
+    if name.endswith("rotary_emb.inv_freq"):
+        return None
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in layer_names:
+        raise KeyError(name)
+    leaf, part = layer_names[match[2]]
+    return Target(("layers", int(match[1]), leaf), part)
+
+
+def self_attention(
+    p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], positions: Int[Array, " T"], attend: Attend
+) -> Float[Array, "T D"]:
+    """Projections, optional q and k norms, RoPE, attention and output projection of one layer."""
+    q, k, v = project_qkv(x, p["qkv"], p.get("qkv_bias"), config.num_heads, config.num_kv_heads)
+    if config.qk_norm:
+        q = rms_norm(q, p["q_norm"], config.rms_norm_eps, offset=config.norm_offset)
+        k = rms_norm(k, p["k_norm"], config.rms_norm_eps, offset=config.norm_offset)
+    q = apply_rope(q, positions, config.rope(kind))
+    k = apply_rope(k, positions, config.rope(kind))
+    out = attend(q, k, v)
+    return linear(out.reshape(out.shape[0], -1), p["o"])
+
+
+class Outer(nnx.Module):
+    """The parameters outside the layers."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        vocab = (config.vocab_size, config.hidden_size)
+        self.embed = param(fan_in, vocab, ("vocab", "embed"), rngs=rngs, dtype=dtype)
+        norm = zeros if config.norm_offset else ones
+        self.final_norm = param(norm, (config.hidden_size,), ("embed",), rngs=rngs, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = param(fan_in, vocab, ("vocab", "embed"), rngs=rngs, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A configured architecture. It holds no arrays: parameters are plain pytrees, given to each call.
+
+    `params = {"embed": [V, D], "final_norm": [D], "lm_head": [V, D] unless tied, "layers": ...}`; layers are a tuple of
+    dicts here, and may be stacked by kind for an accelerator (`jaxserve.layers.decoder.stack_layers`).
+    """
+
+    config: ModelConfig
+    layer_module: Callable[..., nnx.Module]  # (config, *, dtype, rngs): the parameters of one layer
+    layer_fn: Callable[..., Array]  # (p, config, kind, x, positions, attend) -> x
+    translate_fn: Callable[[str], Target | None]
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        return self.config.layer_kinds
+
+    def attention_spec(self, kind: str) -> AttentionSpec:
+        return self.config.attention_spec(kind)
+
+    def translate(self, name: str) -> Target | None:
+        """Where the checkpoint tensor `name` belongs; None if it is ignored on purpose.
+
+        Raises:
+            KeyError: the architecture has no such tensor.
+        """
+        target = self.translate_fn(name)
+        if target == Target(("lm_head",)) and self.config.tie_word_embeddings:
+            return None
+        return target
+
+    def _modules(self, dtype: DTypeLike, rngs: nnx.Rngs | None = None) -> tuple[nnx.Module, nnx.Module]:
+        """The abstract modules outside and inside the layers: shapes, dtypes and logical axes."""
+        make = lambda module: nnx.eval_shape(lambda: module(self.config, dtype=dtype, rngs=nnx.Rngs(0)))  # noqa: E731
+        return make(Outer), make(self.layer_module)
+
+    def abstract_params(self, dtype: DTypeLike) -> dict[str, Any]:
+        """The parameters as `jax.ShapeDtypeStruct`."""
+        outer, layer = (_leaves(module) for module in self._modules(dtype))
+        return {**outer, "layers": (layer,) * self.config.num_layers}
+
+    def logical_axes(self) -> dict[str, Any]:
+        """The parameters' trees with tuples of logical axis names as leaves."""
+        outer, layer = (_axes(module) for module in self._modules(jnp.float32))
+        return {**outer, "layers": (layer,) * self.config.num_layers}
+
+    def init(self, rng: Array, dtype: DTypeLike) -> dict[str, Any]:
+        """Random parameters that keep activations finite; one compile for all layers."""
+
+        def make(module: Callable[..., nnx.Module]) -> Callable[[Array], dict[str, Array]]:
+            return jax.jit(lambda key: _leaves(module(self.config, dtype=dtype, rngs=nnx.Rngs(key))))
+
+        outer_key, *keys = jax.random.split(rng, self.config.num_layers + 1)
+        make_layer = make(self.layer_module)
+        return {**make(Outer)(outer_key), "layers": tuple(make_layer(key) for key in keys)}
+
+    def init_kv(self, num_pages: int, page_size: int, dtype: DTypeLike) -> dict[str, KVCache]:
+        """Empty caches, one for each layer kind."""
+        c = self.config
+        return {
+            kind: KVCache.zeros(c.num_layers_of(kind), num_pages, page_size, c.num_kv_heads, c.head_dim, dtype)
+            for kind in dict.fromkeys(c.layer_kinds)
+        }
+
+    def embed(self, params: Params, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        return embed(token_ids, params["embed"], self.config.embed_scale)
+
+    def layer(
+        self, p: Params, kind: str, x: Float[Array, "T D"], positions: Int[Array, " T"], attend: Attend
+    ) -> Float[Array, "T D"]:
+        return self.layer_fn(p, self.config, kind, x, positions, attend)
+
+    def final_norm(self, params: Params, x: Float[Array, "R D"]) -> Float[Array, "R D"]:
+        return rms_norm(x, params["final_norm"], self.config.rms_norm_eps, offset=self.config.norm_offset)
+
+    def logits(self, params: Params, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """float32 logits of hidden states after the final norm."""
+        table = params["embed"] if self.config.tie_word_embeddings else params["lm_head"]
+        return unembed(x, table, self.config.final_soft_cap)
+
+
+def _leaves(module: nnx.Module) -> dict[str, Any]:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _axes(module: nnx.Module) -> dict[str, tuple[str | None, ...]]:
+    return {str(path[-1]): leaf.axes for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+
+
+def required(hf: Mapping[str, Any], *names: str) -> None:
+    """Raises ValueError when config.json lacks a field that has no default."""
+    missing = [name for name in names if hf.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+
+
+def supported(hf: Mapping[str, Any], name: str, allowed: Collection[Any]) -> None:
+    """Raises ValueError when config.json asks for something that the architecture's module does not do."""
+    if name in hf and hf[name] not in allowed:
+        raise ValueError(f"config.json: {name} {hf[name]!r} is not supported; expected one of {list(allowed)}")
+
+
+def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of ModelConfig, from either layout of config.json.
+
+    Raises:
+        ValueError: a kind of scaling that is not supported.
+    """
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    theta = float(scaling.get("rope_theta") or hf.get("rope_theta") or default_theta)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind == "linear":
+        return {"rope_theta": theta, "rope_scaling": RopeScaling(kind="linear", factor=float(scaling["factor"]))}
+    if kind != "llama3":
+        raise ValueError(f"config.json: rope scaling {kind!r} is not supported; expected default, linear or llama3")
+    return {
+        "rope_theta": theta,
+        "rope_scaling": RopeScaling(
+            kind="llama3",
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_max_position=int(scaling["original_max_position_embeddings"]),
+        ),
+    }

@@ -1,0 +1,81 @@
+"""Mixture of experts: each token passes the few experts that its router picks.
+
+How it works: the (token, expert) pairs are sorted by expert, so that the rows of one expert lie together. A loop walks
+over blocks of these rows; its trip count is the number of blocks in use, so an expert without rows costs nothing and
+one with many rows takes several turns. A block that reaches past its expert's rows computes a few wrong ones; the
+blocks that own those rows come later and overwrite them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxserve.layers.linear import Weight, linear
+from jaxserve.layers.mlp import Act, mlp
+
+
+def route(
+    x: Float[Array, "T D"], router: Weight, top_k: int, *, normalize: bool
+) -> tuple[Float[Array, "T top_k"], Int[Array, "T top_k"]]:
+    """The `top_k` experts of each token and their weights: softmax over all experts, float32.
+
+    With `normalize` the chosen weights are divided by their sum.
+    """
+    probs = jax.nn.softmax(linear(x, router, out_dtype=jnp.float32), axis=-1)
+    weights, experts = jax.lax.top_k(probs, top_k)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, experts
+
+
+def moe(
+    x: Float[Array, "T D"],
+    router: Weight,
+    gate_up: Any,
+    down: Any,
+    *,
+    top_k: int,
+    normalize: bool,
+    act: Act,
+) -> Float[Array, "T D"]:
+    """`sum over the token's experts e of weight_e * mlp(x, gate_up[e], down[e])`, summed in float32.
+
+    Args:
+        router: [E, D]. gate_up: [E, 2F, D]. down: [E, D, F].
+    """
+    weights, experts = route(x, router, top_k, normalize=normalize)
+    order = jnp.argsort(experts.reshape(-1))  # pairs (token, choice), by expert
+    counts = jnp.bincount(experts.reshape(-1), length=router.shape[0])
+    y = _expert_mlps(x[order // top_k], counts, gate_up, down, act)
+    y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*experts.shape, -1)
+    return jnp.sum(y.astype(jnp.float32) * weights[:, :, None], axis=1).astype(x.dtype)
+
+
+def block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows a turn: about one expert's share, since more is wasted and less reads its weights again.
+
+    At least 2 (one row is a slow path of XLA on CPU), at most 128 (by then the weights' traffic is hidden).
+    """
+    share = -(-num_rows // num_experts)
+    return min(128, max(2, 1 << (share - 1).bit_length()))
+
+
+def _expert_mlps(rows: Array, counts: Array, gate_up: Any, down: Any, act: Act) -> Array:
+    """`mlp` of rows [R, D] that are sorted by expert; expert e owns the next `counts[e]` of them."""
+    size = block_rows(rows.shape[0], counts.shape[0])
+    starts = jnp.cumsum(counts) - counts
+    num_blocks = -(-counts // size)
+    ends = jnp.cumsum(num_blocks)  # of each expert in the list of blocks
+    padded = jnp.pad(rows, ((0, size), (0, 0)))
+
+    def turn(i: Array, y: Array) -> Array:
+        e = jnp.searchsorted(ends, i, side="right")
+        start = starts[e] + size * (i - (ends[e] - num_blocks[e]))
+        w1, w2 = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, e, keepdims=False), (gate_up, down))
+        block = mlp(jax.lax.dynamic_slice_in_dim(padded, start, size), w1, w2, act=act)
+        return jax.lax.dynamic_update_slice_in_dim(y, block, start, 0)
+
+    return jax.lax.fori_loop(0, ends[-1], turn, jnp.zeros_like(padded))[: rows.shape[0]]

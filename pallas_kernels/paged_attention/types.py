@@ -1,0 +1,46 @@
+"""What paged attention reads: the pages of one layer kind, and the sequences of one region."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """All layers' pages of one layer kind. Page 0 is never allocated: padding rows write there."""
+
+    k: Array  # [L, P, page_size, K, H]
+    v: Array  # [L, P, page_size, K, H]
+
+    @classmethod
+    def zeros(
+        cls, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
+    ) -> "KVCache":
+        shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
+        return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionBatch:
+    """The sequences of one region, decode or prefill.
+
+    Query tokens are packed: those of sequence s are rows `[cu_q_lens[s], cu_q_lens[s+1])` of q and they are the last
+    ones before `kv_lens[s]`: row j of them sits at position `kv_lens[s] - q_len[s] + j`. A padding sequence has
+    q_len 0 and kv_len 0; rows at and beyond `cu_q_lens[-1]` are padding and come out as zeros.
+    In the decode region every sequence has exactly `max_q_len` rows (padding ones too), so that no packing is needed:
+    there row `s * max_q_len + j` belongs to s, and a padding sequence has kv_len 0.
+    """
+
+    page_table: Array  # i32 [S, max_pages], global page ids
+    kv_lens: Array  # i32 [S], KV positions after this step's write
+    cu_q_lens: Array | None = None  # i32 [S+1], prefill region; None = decode region
+    max_q_len: int = dataclasses.field(default=1, metadata={"static": True})  # decode region: query rows a sequence
