@@ -1,9 +1,11 @@
 """The paged KV cache as layers see it, and the batch of one step."""
 
 import dataclasses
+from typing import Protocol
 
 import jax
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch
@@ -25,6 +27,25 @@ class StepBatch:
     @property
     def num_decode_rows(self) -> int:
         return 0 if self.decode is None else self.decode.kv_lens.shape[0] * self.decode.max_q_len
+
+
+class CacheShape(Protocol):
+    """What a cache needs to know of a model; `jaxserve.models.base.ModelConfig` is one."""
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def init_kv_cache(config: CacheShape, *, num_pages: int, page_size: int, dtype: DTypeLike) -> dict[str, KVCache]:
+    """Empty caches, one for each layer kind. They share page ids: page p of every kind holds the same tokens."""
+    shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    return {
+        kind: KVCache.zeros(config.layer_kinds.count(kind), *shape, dtype) for kind in dict.fromkeys(config.layer_kinds)
+    }
 
 
 def write_kv(

@@ -21,7 +21,6 @@ from jaxtyping import Float, Int
 from jaxserve.layers.attention import AttentionSpec, project_qkv
 from jaxserve.layers.decoder import Attend, Params
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.kv_cache import KVCache
 from jaxserve.layers.linear import fan_in, linear, ones, param, zeros
 from jaxserve.layers.mlp import Act
 from jaxserve.layers.norm import rms_norm
@@ -86,9 +85,6 @@ class ModelConfig:
     def qkv_size(self) -> int:
         """Rows of the fused projection: q, then k, then v."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    def num_layers_of(self, kind: str) -> int:
-        return self.layer_kinds.count(kind)  # pyright: ignore[reportArgumentType]
 
     def rope(self, kind: str) -> np.ndarray:
         """Rotary frequencies of the layers of one kind, float32 [H/2]."""
@@ -231,14 +227,6 @@ class Model:
         outer_key, *keys = jax.random.split(rng, self.config.num_layers + 1)
         make_layer = make(self.layer_module)
         return {**make(Outer)(outer_key), "layers": tuple(make_layer(key) for key in keys)}
-
-    def init_kv(self, num_pages: int, page_size: int, dtype: DTypeLike) -> dict[str, KVCache]:
-        """Empty caches, one for each layer kind."""
-        c = self.config
-        return {
-            kind: KVCache.zeros(c.num_layers_of(kind), num_pages, page_size, c.num_kv_heads, c.head_dim, dtype)
-            for kind in dict.fromkeys(c.layer_kinds)
-        }
 
     def embed(self, params: Params, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return embed(token_ids, params["embed"], self.config.embed_scale)
