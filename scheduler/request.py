@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import sys
 
 
 class Status(enum.Enum):
@@ -10,14 +11,23 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+class PromptTooLong(ValueError):
+    """The prompt can never be served with this `max_model_len` or page pool."""
+
+
+class QueueFull(Exception):
+    """The waiting queue is at its limit; try again later."""
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """One sequence. The first block is given at arrival; the rest is the scheduler's own and changes only there.
 
-    There are no phases: each step moves `num_computed_tokens` towards `num_tokens`.
+    There are no phases: each step moves `num_computed_tokens` towards `num_tokens`. `epoch` counts how often results of
+    plans in flight became void (pre-emption, end): a commit takes only rows of the present epoch.
     """
 
-    request_id: str
+    request_id: int | str
     prompt_token_ids: list[int]
     max_tokens: int
     min_tokens: int = 0
@@ -32,9 +42,10 @@ class Request:
     leader: "Request | None" = None  # n > 1: wait for the leader's published prompt pages
     sampling: object = None  # the runner's business
 
+    # What the engine and the runner may read.
     status: Status = Status.WAITING
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
-    num_computed_tokens: int = 0  # tokens whose KV is written or in flight
+    num_computed_tokens: int = 0  # tokens whose KV is written in all layers, or will be by steps in flight
     num_in_flight: int = 0  # sampled tokens that the device has and the host does not know yet
     num_cached_tokens: int = 0  # prefix hit at first admission
     epoch: int = 0
@@ -45,7 +56,32 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    # The scheduler's book-keeping, of no interest to others.
+    num_prompt_tokens: int = dataclasses.field(init=False)
+    order: tuple[int, int] = (0, 0)  # (priority, arrival number): low is served first, high is pre-empted first
+    stops: dict[int, int | None] = dataclasses.field(init=False)  # token that ends the request -> stop_reason
+    max_output_tokens: int = 0  # max_tokens, cut by max_model_len and the pool
+    max_computed_tokens: int = 0  # the last output token is never computed
+    capacity: int = 0  # tokens that page_ids hold
+    pages_by_rank: list[int] = dataclasses.field(default_factory=list)
+    last_step: int = 0  # the last step whose plan names this request
+    page_keys: list[bytes] = dataclasses.field(default_factory=list)  # chained keys of full pages; outlive pre-emption
+    num_published_pages: int = 0
+    publish_at: int = sys.maxsize  # committed tokens at which the next page is full
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.stops = {token: token for token in self.stop_token_ids} | dict.fromkeys(self.eos_token_ids)
+
     @property
     def num_tokens(self) -> int:
         """Prompt and committed output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    def token_slice(self, start: int, end: int) -> list[int]:
+        """Tokens `[start, end)` of prompt and committed output, without building the whole."""
+        cut = self.num_prompt_tokens
+        if end <= cut:
+            return self.prompt_token_ids[start:end]
+        outputs = self.output_token_ids[max(start - cut, 0) : end - cut]
+        return self.prompt_token_ids[start:] + outputs if start < cut else outputs

@@ -1,0 +1,250 @@
+"""What a user may set, by consumer, and how "auto" becomes numbers."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.exceptions import ParameterError
+from jaxserve.models.base import ModelConfig
+from jaxserve.scheduler.config import SchedulerConfig
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+CPU_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which weights, and how to hold them."""
+
+    model: str
+    tokenizer: str | None = None  # a directory or id with another tokenizer; None = the model's own
+    revision: str | None = None
+    dtype: str = "auto"  # auto = bfloat16
+    quantization: Literal["int8"] | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int | None = None  # None = what the model was trained for, or what the KV pool holds
+    max_logprobs: int = 20  # -1 = the whole vocabulary
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("quantization", self.quantization, (None, "int8"))
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("max_logprobs", self.max_logprobs, -1)
+
+    @property
+    def jax_dtype(self) -> Any:
+        return DTYPES["bfloat16" if self.dtype == "auto" else self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The KV pool."""
+
+    page_size: int | None = None  # tokens; None = 16 on CPU, 64 elsewhere
+    num_pages: int | None = None  # overrides what memory would allow (tests force pre-emption with it)
+    kv_cache_memory_bytes: int | None = None  # None = from device_memory_utilization; 1 GiB on CPU
+    device_memory_utilization: float = 0.9  # share of the device's memory for weights and pool together
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("page_size", self.page_size, 1)
+        if self.page_size is not None and self.page_size & (self.page_size - 1):
+            raise ParameterError("page_size", self.page_size, "a power of two")
+        _at_least("num_pages", self.num_pages, 2)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        if not 0.0 < self.device_memory_utilization <= 1.0:
+            raise ParameterError("device_memory_utilization", self.device_memory_utilization, "in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """Batching bounds and policy; `jaxserve.scheduler.config` says what each means."""
+
+    max_num_seqs: int | None = None  # None = 32 on CPU, 256 elsewhere
+    max_num_batched_tokens: int | None = None  # None = 512 on CPU, 8192 elsewhere
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    scheduler_reserve_full_isl: bool = True
+    watermark: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuntimeOptions:
+    """How steps are compiled and run."""
+
+    async_scheduling: bool = True  # the device runs step n+1 while the host reads step n
+    warm_up: Literal["background", "blocking", "off"] = "background"
+    compilation_cache_dir: str | None = "~/.cache/jaxserve/xla"  # None = JAX's own setting
+
+    def __post_init__(self) -> None:
+        _one_of("warm_up", self.warm_up, ("background", "blocking", "off"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All options of one engine."""
+
+    model: ModelOptions
+    cache: CacheOptions
+    scheduler: SchedulerOptions
+    runtime: RuntimeOptions
+
+    @classmethod
+    def of(cls, model: str, **options: Any) -> "EngineConfig":
+        """Sorts flat options into their groups.
+
+        Raises:
+            TypeError: an unknown option; the message lists the known ones.
+            ParameterError: a value out of range.
+        """
+        groups = {
+            "model": ModelOptions,
+            "cache": CacheOptions,
+            "scheduler": SchedulerOptions,
+            "runtime": RuntimeOptions,
+        }
+        owner = {field.name: group for group, kind in groups.items() for field in dataclasses.fields(kind)}
+        unknown = sorted(set(options) - set(owner))
+        if unknown:
+            raise TypeError(f"unknown engine options {unknown}; known: {sorted(owner)}")
+        chosen = {group: {k: v for k, v in options.items() if owner[k] == group} for group in groups}
+        chosen["model"]["model"] = model
+        return cls(**{group: kind(**chosen[group]) for group, kind in groups.items()})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """The numbers that shape the device's state and programs."""
+
+    max_num_seqs: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    max_logprobs: int
+    min_decode_rows: int  # one row is a cliff for XLA's CPU matmuls: 2 there
+    mixed_decode_rows: tuple[int, ...]  # B of the steps that hold prefill rows too
+    prefill_tokens: tuple[int, ...]  # T, ascending
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of one sequence of max_model_len."""
+        return -(-self.max_model_len // self.page_size)
+
+
+MAX_PREFILL_SEQS = 32
+
+
+def prefill_seqs(num_tokens: int) -> int:
+    """S: sequences that a prefill region of T tokens may hold; short regions hold few, for the sake of the LM head."""
+    return min(MAX_PREFILL_SEQS, max(1, num_tokens // 8))
+
+
+def resolve(
+    config: EngineConfig, model: ModelConfig, *, params_bytes: int, dtype_bytes: int
+) -> tuple[SchedulerConfig, RunnerConfig]:
+    """Turns "auto" into numbers for this backend.
+
+    Raises:
+        ValueError: the KV pool cannot hold one request of max_model_len; the message gives the feasible length.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    page_size = config.cache.page_size or (16 if on_cpu else 64)
+    options = config.scheduler
+    max_num_seqs = options.max_num_seqs or (32 if on_cpu else 256)
+    budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
+    num_pages = _num_pages(config.cache, model, page_size, params_bytes, dtype_bytes, on_cpu)
+    max_model_len = _max_model_len(config, model, num_pages, page_size)
+    if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
+        budget = max(budget, max_model_len)
+    tokens = _prefill_buckets(16 if on_cpu else 128, budget)
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        max_prefill_seqs=prefill_seqs(tokens[-1]),
+        policy=options.scheduling_policy,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        max_num_queued_tokens=options.max_num_queued_tokens,
+        reserve_full_isl=options.scheduler_reserve_full_isl,
+        watermark=options.watermark,
+    )
+    mixed = (0, 16, max_num_seqs) if on_cpu else (16, 64, max_num_seqs)
+    runner = RunnerConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_logprobs=model.vocab_size if config.model.max_logprobs == -1 else config.model.max_logprobs,
+        min_decode_rows=2 if on_cpu else 1,
+        mixed_decode_rows=tuple(sorted({min(rows, max_num_seqs) for rows in mixed})),
+        prefill_tokens=tokens,
+    )
+    return scheduler, runner
+
+
+def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype_bytes
+
+
+def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
+    sizes = [smallest]
+    while sizes[-1] < budget:
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)
+
+
+def _num_pages(
+    cache: CacheOptions, model: ModelConfig, page_size: int, params_bytes: int, dtype_bytes: int, on_cpu: bool
+) -> int:
+    if cache.num_pages is not None:
+        return cache.num_pages
+    page_bytes = page_size * kv_bytes_per_token(model, dtype_bytes)
+    budget = cache.kv_cache_memory_bytes
+    if budget is None and on_cpu:
+        budget = CPU_KV_CACHE_BYTES
+    elif budget is None:
+        stats = jax.local_devices()[0].memory_stats() or {}
+        limit = stats.get("bytes_limit", 0)
+        budget = int(limit * cache.device_memory_utilization) - max(params_bytes, stats.get("bytes_in_use", 0))
+    if budget < 2 * page_bytes:
+        raise ValueError(
+            f"no room for a KV pool: {budget} bytes are left after {params_bytes} bytes of weights, a page takes "
+            f"{page_bytes}; raise device_memory_utilization or kv_cache_memory_bytes"
+        )
+    return budget // page_bytes
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int, page_size: int) -> int:
+    feasible = (num_pages - 1) * page_size  # page 0 is the null page
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return min(model.max_position_embeddings, feasible)
+    if wanted > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {wanted} is beyond the model's max_position_embeddings {model.max_position_embeddings}"
+        )
+    if wanted > feasible:
+        raise ValueError(
+            f"the KV pool holds {feasible} tokens ({num_pages - 1} pages of {page_size}), less than one request of "
+            f"max_model_len {wanted}; lower max_model_len to {feasible} or raise kv_cache_memory_bytes"
+        )
+    return wanted
+
+
+def _one_of(name: str, value: object, known: tuple) -> None:
+    if value not in known:
+        raise ParameterError(name, value, f"one of {known}")
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+        raise ParameterError(name, value, f"None or an integer >= {low}")

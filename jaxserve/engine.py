@@ -1,0 +1,278 @@
+"""The engine: `EngineCore` turns requests of token ids into token updates, `LLMEngine` adds the text around it."""
+
+import dataclasses
+import logging
+import pathlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jaxserve import weights
+from jaxserve.config import EngineConfig, resolve
+from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
+from jaxserve.exceptions import QueueFullError, RequestError
+from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits
+from jaxserve.metrics import EngineMetrics
+from jaxserve.output_processor import OutputProcessor
+from jaxserve.outputs import RequestOutput
+from jaxserve.runner import Runner, StepFuture
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import PagePool, PoolTooSmall, QueueFull, Request, RequestUpdate, Scheduler
+from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Scheduler and runner around one model. Knows token ids only; not thread-safe."""
+
+    def __init__(self, config: EngineConfig, loaded: weights.LoadedModel):
+        start = time.monotonic()
+        use_compilation_cache(config.runtime.compilation_cache_dir)
+        params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
+        dtype = config.model.jax_dtype
+        scheduler_config, runner_config = resolve(
+            config, loaded.model.config, params_bytes=params_bytes, dtype_bytes=dtype.dtype.itemsize
+        )
+        self.config, self.runner_config = config, runner_config
+        pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
+        self.scheduler = Scheduler(scheduler_config, pool, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self.runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype)
+        if config.runtime.warm_up != "off":
+            self.runner.warm_up(block=config.runtime.warm_up == "blocking")
+        self._overlap = config.runtime.async_scheduling
+        self._in_flight: StepFuture | None = None
+        self._requests: dict[int, Request] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self._metrics = EngineMetrics()
+        self.start_s = {**loaded.load_s, "engine": time.monotonic() - start}
+
+    def limits(self) -> RequestLimits:
+        return RequestLimits(
+            vocab_size=self.runner.vocab_size,
+            max_model_len=self.runner_config.max_model_len,
+            max_logprobs=self.config.model.max_logprobs,
+        )
+
+    def add_request(self, core: CoreRequest) -> None:
+        """Queues one sequence.
+
+        Raises:
+            QueueFullError: the queue is at its limit.
+            RequestError: the prompt can never fit the KV pool.
+        """
+        request = Request(
+            request_id=core.seq_id,
+            prompt_token_ids=core.prompt_token_ids,
+            max_tokens=core.params.max_tokens or 1,
+            min_tokens=core.params.min_tokens,
+            stop_token_ids=frozenset(core.params.stop_token_ids or ()),
+            eos_token_ids=frozenset(core.eos_token_ids),
+            priority=core.priority,
+            arrival_time=core.arrival_time,
+            deadline=core.deadline,
+            cache_salt=core.cache_salt,
+            skip_reading_prefix_cache=core.params.prompt_logprobs is not None,
+            leader=None if core.leader is None else self._requests.get(core.leader),
+            sampling=core,
+        )
+        try:
+            self.scheduler.add(request)
+        except QueueFull as error:
+            raise QueueFullError(str(error)) from error
+        except PoolTooSmall as error:
+            raise RequestError(str(error)) from error
+        self._requests[core.seq_id] = request
+        if core.params.prompt_logprobs is not None:
+            self._prompt_logprobs[core.seq_id] = [None] * len(core.prompt_token_ids)
+        self._metrics.prompt_tokens += len(core.prompt_token_ids)
+
+    def finish(self, seq_ids: Iterable[int], reason: str, stop_reason: str | None = None) -> list[CoreOutput]:
+        """Ends sequences from outside (abort, stop string), in any state; unknown ids are no-ops."""
+        ended = []
+        for seq_id in seq_ids:
+            request = self._requests.get(seq_id)
+            if request is not None:
+                self.scheduler.finish(request, reason, stop_reason)
+                ended.append(self._output(RequestUpdate(request, [], reason, stop_reason)))
+        return ended
+
+    def step(self) -> list[CoreOutput]:
+        """One step of the engine: plan the next, start it, then read the one before."""
+        now = time.monotonic()
+        plan = self.scheduler.schedule(now)
+        future = self.runner.dispatch(plan) if plan is not None else None
+        previous, self._in_flight = (self._in_flight, future) if self._overlap else (future, None)
+        if previous is None:
+            return [self._output(update) for update in self.scheduler.expired()]
+        self._collect_prompt_logprobs(previous)
+        updates = self.scheduler.commit(previous.plan, previous.result(), now)
+        self._metrics.num_steps += 1
+        self._metrics.iteration_tokens += len(previous.plan.decode) + previous.plan.num_prefill_tokens
+        return [self._output(update) for update in updates]
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do, reading the last step's result included."""
+        return self._in_flight is not None or self.scheduler.has_unfinished()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached pages; False (and nothing done) while requests hold pages."""
+        return self.scheduler.reset_prefix_cache()
+
+    def get_metrics(self) -> dict[str, float]:
+        return self._metrics.as_dict(
+            **dataclasses.asdict(self.scheduler.stats()),
+            num_stalls=self.runner.num_stalls,
+            compile_seconds=self.runner.compile_s,
+            **{f"start_{part}_seconds": seconds for part, seconds in self.start_s.items()},
+        )
+
+    def close(self) -> None:
+        """Stops background compiles. The core cannot step any more."""
+        self.runner.close()
+
+    def _collect_prompt_logprobs(self, future: StepFuture) -> None:
+        for request, position, found in future.prompt_logprobs():
+            slots = self._prompt_logprobs.get(request.request_id)
+            if slots is not None:
+                slots[position : position + len(found)] = found
+
+    def _output(self, update: RequestUpdate) -> CoreOutput:
+        request = update.request
+        self._metrics.generation_tokens += len(update.new_token_ids)
+        if update.finish_reason is not None:
+            counts = self._metrics.request_success
+            counts[update.finish_reason] = counts.get(update.finish_reason, 0) + 1
+            self._requests.pop(request.request_id, None)
+        return CoreOutput(
+            seq_id=request.request_id,
+            new_token_ids=update.new_token_ids,
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
+            logprobs=update.logprobs,
+            prompt_logprobs=self._prompt_logprobs.pop(request.request_id, None) if self._prompt_logprobs else None,
+            num_cached_tokens=request.num_cached_tokens,
+            first_scheduled_time=request.first_scheduled_time,
+            num_preemptions=request.num_preemptions,
+        )
+
+
+class LLMEngine:
+    """Requests of text in, outputs of text out, one `step()` at a time. The testable whole; not thread-safe."""
+
+    def __init__(self, config: EngineConfig):
+        loaded = load_model(config)
+        self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self.core = EngineCore(config, loaded)
+        self._inputs = InputProcessor(
+            self.tokenizer, self.core.limits(), loaded.generation_config, seed=config.model.seed
+        )
+        self._outputs = OutputProcessor(self.tokenizer)
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        return self._inputs.default_sampling_params
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues one request; `params=None` takes the model's defaults.
+
+        Args:
+            priority: lower goes first, under scheduling_policy="priority".
+            deadline: seconds from now; a request that is not done by then ends with finish_reason "abort".
+            cache_salt: requests share cached pages only with the same salt.
+
+        Raises:
+            RequestError: the request cannot be served (duplicate id, empty or too long prompt, queue full, ...).
+            ParameterError: a sampling parameter that this model cannot serve.
+        """
+        if request_id in self._outputs:
+            raise RequestError(f"request id {request_id!r} is in use; give each running request an id of its own")
+        now = time.monotonic()
+        params = params or self.default_sampling_params
+        cores = self._inputs.process(
+            self._inputs.encode(prompt),
+            params,
+            arrival_time=now,
+            priority=priority,
+            deadline=None if deadline is None else now + deadline,
+            cache_salt=cache_salt,
+        )
+        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, params, cores)
+        try:
+            for core in cores:
+                self.core.add_request(core)
+        except RequestError:
+            self.core.finish([core.seq_id for core in cores], "abort")
+            self._outputs.discard(request_id)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step and returns what changed for callers."""
+        outputs, stopped = self._outputs.process(self.core.step(), time.monotonic())
+        for seq_id, stop in stopped:
+            self.core.finish([seq_id], "stop", stop)
+        return outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """Ends requests in whatever state they are and returns their last outputs; unknown ids are no-ops."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ended = self.core.finish([seq for i in ids for seq in self._outputs.seq_ids(i)], "abort")
+        return self._outputs.process(ended, time.monotonic())[0]
+
+    def has_unfinished_requests(self) -> bool:
+        return self.core.has_unfinished()
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._outputs)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached pages; False (and nothing done) while requests hold pages."""
+        return self.core.reset_prefix_cache()
+
+    def get_metrics(self) -> dict[str, float]:
+        """All counters and gauges by name."""
+        return self.core.get_metrics()
+
+    def close(self) -> None:
+        self.core.close()
+
+
+def load_model(config: EngineConfig) -> weights.LoadedModel:
+    """Weights and tokenizer that the options name."""
+    options = config.model
+    return weights.load(
+        options.model,
+        dtype=options.jax_dtype,
+        load_format=options.load_format,
+        quantization=options.quantization,
+        revision=options.revision,
+        tokenizer=options.tokenizer,
+        seed=options.seed,
+    )
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Keeps compiled programs on disk, small ones too, unless the process already chose a cache of its own."""
+    if directory is None or jax.config.jax_compilation_cache_dir:
+        return
+    path = pathlib.Path(directory).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def engine_from_options(model: str, **options: Any) -> LLMEngine:
+    """`LLMEngine(EngineConfig.of(model, **options))`."""
+    return LLMEngine(EngineConfig.of(model, **options))

@@ -1,0 +1,173 @@
+"""From what a caller asks to what the token core runs: tokenise, fill in defaults, check everything, fan out n."""
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.core_types import CoreRequest
+from jaxserve.exceptions import ParameterError, RequestError
+from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIAS, MAX_STOP_IDS
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """What the engine behind can hold."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int  # -1 = the whole vocabulary
+
+
+class InputProcessor:
+    """Makes `CoreRequest`s. Raises before anything reaches the core, so a bad request touches no other."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: RequestLimits,
+        generation_config: Mapping[str, Any],
+        *,
+        seed: int = 0,
+    ):
+        self._tokenizer, self._limits = tokenizer, limits
+        self._seeds = random.Random(seed)
+        self._next_seq_id = 0
+        self.default_sampling_params = default_sampling_params(generation_config)
+        self._eos_token_ids = eos_token_ids(generation_config, tokenizer)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, checked.
+
+        Raises:
+            RequestError: empty, too long for one output token to fit, or ids outside the vocabulary.
+            TypeError: neither text nor a list of ints.
+        """
+        limits = self._limits
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("this model has no tokenizer: give the prompt as a list of token ids")
+            token_ids = self._tokenizer.encode(prompt)
+        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            token_ids = list(prompt)
+        else:
+            raise TypeError(f"a prompt must be a str or a list of token ids (ints), got {type(prompt).__name__}")
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must hold at least one token")
+        if len(token_ids) >= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but max_model_len is {limits.max_model_len} and one place "
+                f"is needed for output; shorten the prompt to {limits.max_model_len - 1} tokens or raise max_model_len"
+            )
+        self._check_vocabulary("prompt token ids", token_ids)
+        return token_ids
+
+    def process(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> list[CoreRequest]:
+        """The n sequences of one request.
+
+        Raises:
+            ParameterError, RequestError: something that this model or engine cannot serve.
+        """
+        self._check_params(params)
+        room = self._limits.max_model_len - len(prompt_token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        bad_words = self._bad_words(params)
+        first_id, self._next_seq_id = self._next_seq_id, self._next_seq_id + params.n
+        return [
+            CoreRequest(
+                seq_id=first_id + index,
+                prompt_token_ids=prompt_token_ids,
+                params=dataclasses.replace(
+                    params,
+                    n=1,
+                    seed=_wrap_int64(seed + index),
+                    max_tokens=max_tokens,
+                    min_tokens=min(params.min_tokens, max_tokens),
+                ),
+                eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+                bad_words_token_ids=bad_words,
+                priority=priority,
+                arrival_time=arrival_time,
+                deadline=deadline,
+                cache_salt=cache_salt,
+                leader=first_id if index else None,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        limits = self._limits
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is None or limits.max_logprobs == -1:
+                continue
+            if count == -1 or count > limits.max_logprobs:
+                raise ParameterError(name, count, f"at most max_logprobs ({limits.max_logprobs})")
+        stop_ids = params.stop_token_ids or ()
+        self._check_vocabulary("stop_token_ids", stop_ids)
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_vocabulary("logit_bias", params.logit_bias or ())
+        if len(stop_ids) + len(self._eos_token_ids) > MAX_STOP_IDS:
+            most = MAX_STOP_IDS - len(self._eos_token_ids)
+            raise ParameterError("stop_token_ids", f"{len(stop_ids)} ids", f"at most {most} ids")
+        if len(params.logit_bias or ()) > MAX_BIAS:
+            raise ParameterError("logit_bias", f"{len(params.logit_bias or ())} ids", f"at most {MAX_BIAS} ids")
+        if params.detokenize and params.stop and self._tokenizer is None:
+            raise ParameterError("stop", params.stop, "empty: this model has no tokenizer")
+
+    def _check_vocabulary(self, name: str, token_ids: Any) -> None:
+        size = self._limits.vocab_size
+        wrong = next((token for token in token_ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ParameterError(name, wrong, f"in the vocabulary [0, {size})")
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token ids of each bad word, at a text's start and after a space."""
+        if not params.bad_words:
+            return []
+        if self._tokenizer is None:
+            raise ParameterError("bad_words", params.bad_words, "empty: this model has no tokenizer")
+        spellings = [w for word in params.bad_words for w in (word.lstrip(), " " + word.lstrip())]
+        encoded = [self._tokenizer.encode(word, add_special_tokens=False) for word in spellings]
+        unique = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in encoded if ids)]
+        if len(unique) > MAX_BAD_WORDS:
+            raise ParameterError("bad_words", f"{len(params.bad_words)} words", f"at most {MAX_BAD_WORDS // 2} words")
+        longest = max(unique, key=len)
+        if len(longest) > MAX_BAD_WORD_LEN:
+            raise ParameterError("bad_words", params.bad_words, f"words of at most {MAX_BAD_WORD_LEN} tokens")
+        return unique
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What `sampling_params=None` means for this model: its generation_config over the defaults."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        given["max_tokens"] = generation_config["max_new_tokens"]
+    return SamplingParams(**given)
+
+
+def eos_token_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
+    """All ids that end a sequence: the tokenizer's own and those of generation_config."""
+    eos = generation_config.get("eos_token_id")
+    ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return list(dict.fromkeys([*([] if own is None else [own]), *ids]))
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,119 @@
+"""Compiled step programs by key: compiled ahead of the step that needs them, never in silence inside one.
+
+How this works: a key is a shape. `get(key)` returns the program of that shape if it is ready; else the smallest ready
+one that covers it, while the exact one compiles in the background; else it compiles now and the step waits. A wait
+after warm-up is a defect and is counted and logged.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+
+class Key(Protocol):
+    """A shape that a program is compiled for. Hashable."""
+
+    def covers(self, other, /) -> bool: ...
+
+    @property
+    def cost(self) -> int: ...
+
+
+class Compiler:
+    """Background threads shared by all program tables; urgent work overtakes warm-up.
+
+    They end with the compiler, by `close()`, garbage collection or at exit: the interpreter must not end in a compile.
+    """
+
+    def __init__(self, num_threads: int):
+        self._jobs: queue.PriorityQueue = queue.PriorityQueue()
+        self._order = itertools.count()
+        threads = [threading.Thread(target=_work, args=(self._jobs,), daemon=True) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        self.close = weakref.finalize(self, _end, self._jobs, threads)
+
+    def submit(self, job: Callable[[], object], *, urgent: bool = False) -> Future:
+        future: Future = Future()
+        self._jobs.put((URGENT if urgent else WARM_UP, next(self._order), job, future))
+        return future
+
+
+END, URGENT, WARM_UP = range(3)
+
+
+def _end(jobs: queue.PriorityQueue, threads: list[threading.Thread]) -> None:
+    for i, _ in enumerate(threads):
+        jobs.put((END, i, None, None))
+    for thread in threads:
+        thread.join()
+
+
+def _work(jobs: queue.PriorityQueue) -> None:
+    while True:
+        kind, _, job, future = jobs.get()
+        if kind == END:
+            return
+        try:
+            future.set_running_or_notify_cancel()
+            future.set_result(job())
+        except BaseException as error:  # handed to whoever waits
+            future.set_exception(error)
+        del job, future  # a waiting thread must not keep the programs' owner alive
+
+
+class Programs[K: Key]:
+    """The programs of one function."""
+
+    def __init__(self, name: str, build: Callable[[K], Callable], compiler: Compiler):
+        self._name, self._build, self._compiler = name, build, compiler
+        self._ready: dict[K, Callable] = {}
+        self._pending: dict[K, Future] = {}
+        self.warm = False
+        self.num_stalls = 0
+        self.compile_s = 0.0
+
+    def get(self, key: K) -> tuple[K, Callable]:
+        """The program to run for `key` and the key it was compiled for, which covers `key`."""
+        if key in self._ready:
+            return key, self._ready[key]
+        fallback = min((k for k in list(self._ready) if k.covers(key)), key=lambda k: k.cost, default=None)
+        if fallback is not None:
+            self.request([key])
+            return fallback, self._ready[fallback]
+        return key, self._wait(key)
+
+    def request(self, keys: Iterable[K]) -> list[Future]:
+        """Starts to compile, in the background, what is neither ready nor on its way."""
+        for key in keys:
+            if key not in self._pending:
+                self._submit(key, urgent=False)
+        return [self._pending[key] for key in keys]
+
+    def _submit(self, key: K, *, urgent: bool) -> None:
+        self._pending[key] = self._compiler.submit(lambda: self._compile(key), urgent=urgent)
+
+    def _wait(self, key: K) -> Callable:
+        start = time.monotonic()
+        if key not in self._pending or not self._pending[key].running():
+            self._submit(key, urgent=True)  # overtakes a warm-up job that has not started
+        self._pending[key].result()
+        if self.warm:
+            self.num_stalls += 1
+            logger.warning("a step waited %.2f s for %s %s after warm-up", time.monotonic() - start, self._name, key)
+        return self._ready[key]
+
+    def _compile(self, key: K) -> None:
+        if key in self._ready:  # asked for twice: once for warm-up, once by a step that could not wait
+            return
+        start = time.monotonic()
+        self._ready[key] = self._build(key)
+        self.compile_s += time.monotonic() - start

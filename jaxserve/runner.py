@@ -1,0 +1,375 @@
+"""Turns plans into device work and owns everything on the device: params, KV cache, slot state, programs.
+
+How this works: `dispatch` packs a plan into one flat int32 array, runs a forward and a sample program whose shapes
+cover it, and returns at once; the tokens are on their way to the host. All state is donated from program to program,
+so the device runs steps in the order of their dispatch and never copies the cache.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxserve.config import RunnerConfig, prefill_seqs
+from jaxserve.core_types import CoreRequest, TokenLogprobs
+from jaxserve.layers.kv_cache import init_kv_cache
+from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIAS, MAX_STOP_IDS
+from jaxserve.layers.sampler import EditState, Sampled, SamplingFeatures, init_sampling, init_sequences
+from jaxserve.models.base import Model
+from jaxserve.programs import Compiler, Programs
+from jaxserve.scheduler.plan import StepPlan, StepResult
+from jaxserve.scheduler.request import Request
+from jaxserve.step_programs import (
+    SampleShape,
+    StepShape,
+    forward_step,
+    sample_step,
+    score_step,
+    start_edits,
+    start_slots,
+    update_tables,
+)
+
+logger = logging.getLogger(__name__)
+
+RANDOM, EDITS, LOGPROBS = 1, 2, 4  # bits of a slot's feature flags
+SLOTS_A_CALL = 8
+UPDATES_A_CALL = (16, 128, 1024)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepFuture:
+    """A step on its way. `result()` waits for the device."""
+
+    plan: StepPlan
+    first_prefill_row: int  # in the sampled rows
+    sampled: Sampled | None  # None: no row of this plan samples
+    scored: list[tuple[int, Sampled]]  # (index in plan.prefill, logprobs of the region) where asked for
+
+    def result(self) -> StepResult:
+        decode, prefill = self.plan.decode, self.plan.prefill
+        if self.sampled is None:
+            return StepResult(token_ids=[[] for _ in prefill])
+        tokens = np.asarray(self.sampled.token_ids).tolist()
+        rows = [*range(len(decode)), *(self.first_prefill_row + i for i in range(len(prefill)))]
+        samples = [True] * len(decode) + [row.samples for row in prefill]
+        token_ids = [[tokens[row]] if ok else [] for row, ok in zip(rows, samples, strict=True)]
+        if self.sampled.logprob is None:
+            return StepResult(token_ids=token_ids)
+        host = Sampled(*(np.asarray(field) for field in self.sampled))
+        wanted = [row.request.sampling.params.logprobs for row in (*decode, *prefill)]
+        logprobs = [
+            None if k is None or not ok else [token_logprobs(host, row, k)]
+            for row, k, ok in zip(rows, wanted, samples, strict=True)
+        ]
+        return StepResult(token_ids=token_ids, logprobs=logprobs)
+
+    def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
+        """(request, position of the first, logprobs) of each prefill row that asked; rows of ended epochs left out."""
+        found, offset = [], 0
+        wanted = dict(self.scored)
+        for i, row in enumerate(self.plan.prefill):
+            if i in wanted and row.epoch == row.request.epoch:
+                host = Sampled(*(np.asarray(field) for field in wanted[i]))
+                k = row.request.sampling.params.prompt_logprobs
+                count = min(len(row.token_ids), len(row.request.prompt_token_ids) - 1 - row.start)
+                found.append((row.request, row.start + 1, [token_logprobs(host, offset + j, k) for j in range(count)]))
+            offset += len(row.token_ids)
+        return found
+
+
+def token_logprobs(host: Sampled, row: int, k: int) -> TokenLogprobs:
+    """One row's logprobs; k = -1 is all that the program returned."""
+    assert host.logprob is not None
+    assert host.rank is not None
+    assert host.top_ids is not None
+    assert host.top_logprobs is not None
+    k = host.top_ids.shape[1] if k == -1 else k
+    return TokenLogprobs(
+        token_ids=[int(host.token_ids[row]), *host.top_ids[row, :k].tolist()],
+        logprobs=[float(host.logprob[row]), *host.top_logprobs[row, :k].tolist()],
+        rank=int(host.rank[row]),
+    )
+
+
+class Runner:
+    """The only owner of device state and the only caller of compiled programs."""
+
+    def __init__(self, model: Model, params: dict, config: RunnerConfig, *, kv_dtype: jnp.dtype):
+        self._model, self._params, self._config = model, params, config
+        self._head = {name: leaf for name, leaf in params.items() if name != "layers"}
+        self.kv = init_kv_cache(model.config, num_pages=config.num_pages, page_size=config.page_size, dtype=kv_dtype)
+        self._sequences = init_sequences(config.max_num_seqs, config.max_pages)
+        self._sampling = init_sampling(config.max_num_seqs, model.config.vocab_size)
+        self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
+        self._dummy = config.max_num_seqs
+        self._compiler = Compiler(min(4, os.cpu_count() or 1))
+        self._abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            (self._params, self._head, self.kv, self._sequences, self._sampling),
+        )
+        self._forward = Programs("forward", self._build_forward, self._compiler)
+        self._sample = Programs("sample", self._build_sample, self._compiler)
+        self._score = functools.partial(jax.jit(score_step, static_argnums=0, static_argnames="num_logprobs"), model)
+        self._update_tables = jax.jit(update_tables, donate_argnums=0)
+        self._start_slots = jax.jit(start_slots, donate_argnums=(0, 1))
+        self._start_edits = jax.jit(start_edits, donate_argnums=0)
+        self._warm_up_jobs: list[concurrent.futures.Future] = []
+
+    # Steps
+
+    def dispatch(self, plan: StepPlan) -> StepFuture:
+        """Starts one step and returns without waiting for the device."""
+        for request in plan.new_slots:
+            assert isinstance(request.sampling, CoreRequest)
+        self._write_slots(plan.new_slots)
+        self._write_tables(plan)
+        shape, forward = self._forward.get(self.shape_of(plan))
+        slots = np.fromiter((row[2] for row in plan.decode), np.int32, len(plan.decode))
+        hidden, prefill_hidden, self.kv, self._sequences = forward(
+            self._params, self.kv, self._sequences, self._pack(plan, shape, slots)
+        )
+        scored = self._score_prompts(plan, prefill_hidden)
+        return StepFuture(plan, shape.decode_rows, self._dispatch_sample(plan, shape, slots, hidden), scored)
+
+    def shape_of(self, plan: StepPlan) -> StepShape:
+        """The smallest shape of the default set that holds the plan."""
+        config, num_rows = self._config, len(plan.decode)
+        if not plan.prefill:
+            rows = max(config.min_decode_rows, 1 << (num_rows - 1).bit_length())
+            return StepShape(decode_rows=min(rows, self._max_decode_rows), prefill_tokens=0, prefill_seqs=0)
+        rows = next(b for b in config.mixed_decode_rows if b >= num_rows)
+        num_tokens, num_seqs = plan.num_prefill_tokens, len(plan.prefill)
+        tokens = next(t for t in config.prefill_tokens if t >= num_tokens and prefill_seqs(t) >= num_seqs)
+        return StepShape(decode_rows=rows, prefill_tokens=tokens, prefill_seqs=prefill_seqs(tokens), span=plan.span)
+
+    def _pack(self, plan: StepPlan, shape: StepShape, slots: np.ndarray) -> np.ndarray:
+        """The plan as `forward_step`'s flat array."""
+        b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
+        ints = np.zeros(shape.num_ints, np.int32)
+        ints[: len(slots)] = slots
+        ints[len(slots) : b] = self._dummy
+        seq_slots, starts, cu_q_lens = np.split(ints[b + t :], [s, 2 * s])
+        seq_slots[:] = self._dummy
+        end = 0
+        for i, row in enumerate(plan.prefill):
+            begin, end = end, end + len(row.token_ids)
+            ints[b + begin : b + end] = row.token_ids
+            seq_slots[i], starts[i], cu_q_lens[i + 1] = row.slot, row.start, end
+        cu_q_lens[len(plan.prefill) + 1 :] = end
+        return ints
+
+    def _dispatch_sample(self, plan: StepPlan, shape: StepShape, slots: np.ndarray, hidden: Array) -> Sampled | None:
+        if not plan.decode and not any(row.samples for row in plan.prefill):
+            return None
+        rows = np.full(shape.sample_rows, self._dummy, np.int32)
+        rows[: len(slots)] = slots
+        for i, row in enumerate(plan.prefill, start=shape.decode_rows):
+            if row.samples:
+                rows[i] = row.slot
+        flags = int(np.bitwise_or.reduce(self._flags[rows]))
+        features = SamplingFeatures(
+            random=bool(flags & RANDOM),
+            edits=bool(flags & EDITS),
+            num_logprobs=self._config.max_logprobs if flags & LOGPROBS else None,
+        )
+        _, program = self._sample.get(SampleShape(rows=shape.sample_rows, features=features))
+        sampled, self._sequences, self._sampling = program(self._head, hidden, rows, self._sequences, self._sampling)
+        for field in sampled:
+            if field is not None:
+                field.copy_to_host_async()
+        return sampled
+
+    def _score_prompts(self, plan: StepPlan, hidden: Array) -> list[tuple[int, Sampled]]:
+        wanted = [i for i, row in enumerate(plan.prefill) if row.request.sampling.params.prompt_logprobs is not None]
+        if not wanted:
+            return []
+        targets, offset = np.zeros(hidden.shape[0], np.int32), 0
+        for row in plan.prefill:
+            prompt = row.request.prompt_token_ids
+            following = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
+            targets[offset : offset + len(following)] = following
+            offset += len(row.token_ids)
+        scored = self._score(self._head, hidden, targets, num_logprobs=self._config.max_logprobs)
+        return [(i, scored) for i in wanted]
+
+    # Slot state
+
+    def _write_slots(self, requests: list[Request]) -> None:
+        for first in range(0, len(requests), SLOTS_A_CALL):
+            some = requests[first : first + SLOTS_A_CALL]
+            ints = np.full((SLOTS_A_CALL, 5 + MAX_STOP_IDS), -1, np.int32)
+            ints[:, 0] = self._dummy
+            floats = np.zeros((SLOTS_A_CALL, 6), np.float32)
+            for i, request in enumerate(some):
+                fill_slot_row(ints[i], floats[i], request)
+                self._flags[request.slot] = feature_flags(request)
+            self._sequences, self._sampling = self._start_slots(self._sequences, self._sampling, ints, floats)
+            for request in some:
+                if self._flags[request.slot] & EDITS:
+                    row = edit_row(request, self._model.config.vocab_size)
+                    self._sampling = self._start_edits(self._sampling, np.int32(request.slot), row)
+
+    def _write_tables(self, plan: StepPlan) -> None:
+        updates = plan.page_updates
+        while updates:
+            size = next((n for n in UPDATES_A_CALL if n >= len(updates)), UPDATES_A_CALL[-1])
+            now, updates = updates[:size], updates[size:]
+            rows = np.zeros((size, 3), np.int32)
+            rows[:, 0] = self._dummy
+            rows[: len(now)] = now
+            self._sequences = self._update_tables(self._sequences, rows)
+
+    # Programs
+
+    def warm_up(self, *, block: bool) -> None:
+        """Compiles the default programs, in the background unless `block`; later waits count as stalls."""
+        shapes = self.default_shapes()
+        rows = sorted({shape.sample_rows for shape in shapes})
+        every = SamplingFeatures(random=True, edits=True, num_logprobs=self._config.max_logprobs)
+        samples = [SampleShape(rows=r, features=f) for f in (SamplingFeatures(random=True), every) for r in rows]
+        start = time.monotonic()
+        self._warm_up_jobs = [*self._forward.request(shapes), *self._sample.request(samples)]
+
+        def finished(_: object) -> None:
+            if all(job.done() for job in self._warm_up_jobs) and not self._forward.warm:
+                self._forward.warm = self._sample.warm = True
+                logger.info("%d programs ready in %.1f s", len(self._warm_up_jobs), time.monotonic() - start)
+
+        for job in self._warm_up_jobs:
+            job.add_done_callback(finished)
+        if block:
+            concurrent.futures.wait(self._warm_up_jobs)
+            for job in self._warm_up_jobs:
+                job.result()
+
+    def default_shapes(self) -> list[StepShape]:
+        """Every decode-only and mixed shape; anything that a plan may hold is covered."""
+        config = self._config
+        rows = [config.min_decode_rows]
+        while rows[-1] < self._max_decode_rows:
+            rows.append(2 * rows[-1])
+        decode = [StepShape(decode_rows=b, prefill_tokens=0, prefill_seqs=0) for b in rows]
+        mixed = [
+            StepShape(decode_rows=b, prefill_tokens=t, prefill_seqs=prefill_seqs(t))
+            for t in config.prefill_tokens
+            for b in config.mixed_decode_rows
+        ]
+        return decode + mixed
+
+    @property
+    def _max_decode_rows(self) -> int:
+        return max(self._config.min_decode_rows, 1 << (self._config.max_num_seqs - 1).bit_length())
+
+    @property
+    def num_stalls(self) -> int:
+        """Steps that waited for a compile after warm-up."""
+        return self._forward.num_stalls + self._sample.num_stalls
+
+    @property
+    def compile_s(self) -> float:
+        return self._forward.compile_s + self._sample.compile_s
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.vocab_size
+
+    def close(self) -> None:
+        self._compiler.close()
+
+    def _build_forward(self, shape: StepShape) -> Callable:
+        params, _, kv, sequences, _ = self._abstract
+        function = jax.jit(
+            functools.partial(forward_step, self._model, shape=shape), donate_argnums=(1, 2), **compile_options()
+        )
+        ints = jax.ShapeDtypeStruct((shape.num_ints,), jnp.int32)
+        return function.lower(params, kv, sequences, ints).compile()
+
+    def _build_sample(self, shape: SampleShape) -> Callable:
+        _, head, _, sequences, sampling = self._abstract
+        function = jax.jit(
+            functools.partial(sample_step, self._model, features=shape.features),
+            donate_argnums=(3, 4),
+            **compile_options(),
+        )
+        hidden = jax.ShapeDtypeStruct((shape.rows, self._model.config.hidden_size), head["final_norm"].dtype)
+        slots = jax.ShapeDtypeStruct((shape.rows,), jnp.int32)
+        return function.lower(head, hidden, slots, sequences, sampling).compile()
+
+
+def compile_options() -> dict:
+    """Options of `jax.jit` that the layer loop needs on this backend (Triton GEMMs copy the weight stack)."""
+    if jax.default_backend() == "gpu":
+        return {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
+    return {}
+
+
+def feature_flags(request: Request) -> int:
+    """Which parts of the sampler this request needs."""
+    core = request.sampling
+    assert isinstance(core, CoreRequest)
+    p = core.params
+    penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
+    edits = penalties or p.logit_bias or p.allowed_token_ids or core.bad_words_token_ids or p.min_tokens
+    return RANDOM * (not p.greedy) | EDITS * bool(edits) | LOGPROBS * (p.logprobs is not None)
+
+
+def fill_slot_row(ints: np.ndarray, floats: np.ndarray, request: Request) -> None:
+    """One row of `start_slots`."""
+    core = request.sampling
+    assert isinstance(core, CoreRequest)
+    p = core.params
+    seed = (p.seed or 0) & 0xFFFFFFFFFFFFFFFF
+    words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    stop_ids = [*core.eos_token_ids, *(p.stop_token_ids or ())]
+    ints[0], ints[1], ints[2:4] = request.slot, p.top_k, words
+    ints[4] = len(core.prompt_token_ids) + p.min_tokens
+    ints[5 : 5 + len(stop_ids)] = stop_ids
+    floats[:] = (
+        p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty
+    )  # fmt: skip
+
+
+def edit_row(request: Request, vocab_size: int) -> EditState:
+    """One slot's `EditState` row; counts start from the output so far, which a pre-empted request has."""
+    core = request.sampling
+    assert isinstance(core, CoreRequest)
+    p, output = core.params, request.output_token_ids
+    bias = list((p.logit_bias or {}).items())
+    bias_ids, bias_values = np.full(MAX_BIAS, vocab_size, np.int32), np.zeros(MAX_BIAS, np.float32)
+    bias_ids[: len(bias)] = [token for token, _ in bias]
+    bias_values[: len(bias)] = [value for _, value in bias]
+    words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, np.int32)
+    for i, word in enumerate(core.bad_words_token_ids):
+        words[i, -len(word) :] = word
+    history = np.full(MAX_BAD_WORD_LEN - 1, -1, np.int32)
+    tail = output[-len(history) :]
+    history[len(history) - len(tail) :] = tail
+    prompt_mask = np.zeros(vocab_size, bool)
+    prompt_mask[request.prompt_token_ids] = True
+    row: dict[str, Any] = {  # numpy arrays: they go straight into the compiled call
+        "bias_ids": bias_ids,
+        "bias": bias_values,
+        "allowed": allowed_mask(p.allowed_token_ids, vocab_size),
+        "bad_words": words,
+        "history": history,
+        "prompt_mask": prompt_mask,
+        "counts": np.bincount(np.array(output, np.int64), minlength=vocab_size).astype(np.int32),
+    }
+    return EditState(**row)
+
+
+def allowed_mask(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
+    """u32 [ceil(V / 32)], bit `t % 32` of word `t // 32` set when token t may be sampled."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
+    allowed[slice(None) if token_ids is None else list(token_ids)] = True
+    return np.packbits(allowed, bitorder="little").view(np.uint32)

@@ -1,0 +1,184 @@
+"""The device's side of a step: pure functions from (params, state, flat host arrays) to (results, state).
+
+Shapes: B decode rows, T packed prefill tokens of at most S sequences, R rows that may sample (B decode rows, then the
+last row of each prefill sequence, then padding). Padding rows name the dummy slot, the last row of every slot array.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve.layers.decoder import forward
+from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch
+from jaxserve.layers.sampler import EditState, Sampled, SamplingFeatures, SamplingState, SequenceState, sample, score
+from jaxserve.models.base import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The key of a forward program."""
+
+    decode_rows: int  # B
+    prefill_tokens: int  # T
+    prefill_seqs: int  # S
+    span: tuple[int, int] | None = None
+
+    def covers(self, other: "StepShape") -> bool:
+        return (
+            self.decode_rows >= other.decode_rows
+            and self.prefill_tokens >= other.prefill_tokens
+            and self.prefill_seqs >= other.prefill_seqs
+            and self.span == other.span
+        )
+
+    @property
+    def cost(self) -> int:
+        return self.decode_rows + self.prefill_tokens
+
+    @property
+    def sample_rows(self) -> int:
+        """R: a power of two, so that few sample programs serve all shapes."""
+        return 1 << (self.decode_rows + self.prefill_seqs - 1).bit_length()
+
+    @property
+    def num_ints(self) -> int:
+        return self.decode_rows + self.prefill_tokens + 3 * self.prefill_seqs + 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleShape:
+    """The key of a sample program."""
+
+    rows: int
+    features: SamplingFeatures
+
+    def covers(self, other: "SampleShape") -> bool:
+        return self.rows == other.rows and self.features.covers(other.features)
+
+    @property
+    def cost(self) -> int:
+        features = self.features
+        return features.random + 2 * features.edits + (features.num_logprobs is not None)
+
+
+def forward_step(
+    model: Model, params: dict, kv: dict[str, KVCache], sequences: SequenceState, ints: Array, *, shape: StepShape
+) -> tuple[Array, Array, dict[str, KVCache], SequenceState]:
+    """Runs one step's rows through the layers.
+
+    Args:
+        kv, sequences: donated.
+        ints: i32 [shape.num_ints]: decode slots [B], prefill token ids [T], prefill slots [S], start positions [S],
+            cu_q_lens [S+1].
+
+    Returns:
+        hidden of the rows that may sample [R, D]; hidden of the prefill rows [T, D]; kv; sequences.
+    """
+    b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
+    decode_slots, token_ids, slots, starts, cu_q_lens = jnp.split(ints, [b, b + t, b + t + s, b + t + 2 * s])
+    ends = starts + cu_q_lens[1:] - cu_q_lens[:-1]
+    live = ~sequences.stopped[decode_slots]
+    regions = []
+    if b:
+        decode, rows = _decode_region(sequences, decode_slots, live)
+        regions.append(rows)
+    if t:
+        prefill, rows = _prefill_region(sequences, slots, starts, cu_q_lens, ends, token_ids)
+        regions.append(rows)
+    page_size = next(iter(kv.values())).page_size
+    tables, positions, valid, tokens = (jnp.concatenate(parts) for parts in zip(*regions, strict=True))
+    page = sequences.page_table[tables, jnp.minimum(positions // page_size, sequences.page_table.shape[1] - 1)]
+    batch = StepBatch(
+        token_ids=tokens,
+        positions=positions,
+        page_ids=jnp.where(valid, page, 0),
+        page_offsets=positions % page_size,
+        decode=decode if b else None,
+        prefill=prefill if t else None,
+    )
+    hidden, kv = forward(model, params, kv, batch, span=shape.span)
+    advanced = sequences.positions.at[decode_slots].add(live.astype(jnp.int32)).at[slots].set(ends)
+    sequences = dataclasses.replace(sequences, positions=advanced)
+    last_rows = jnp.concatenate([jnp.arange(b), b + jnp.maximum(cu_q_lens[1:] - 1, 0)])
+    last_rows = jnp.pad(last_rows, (0, shape.sample_rows - b - s))
+    return hidden[last_rows], hidden[b:], kv, sequences
+
+
+def _decode_region(sequences: SequenceState, slots: Array, live: Array) -> tuple[AttentionBatch, tuple]:
+    positions = sequences.positions[slots]
+    batch = AttentionBatch(page_table=sequences.page_table[slots], kv_lens=jnp.where(live, positions + 1, 0))
+    return batch, (slots, positions, live, sequences.token_ids[slots])
+
+
+def _prefill_region(
+    sequences: SequenceState, slots: Array, starts: Array, cu_q_lens: Array, ends: Array, token_ids: Array
+) -> tuple[AttentionBatch, tuple]:
+    row = jnp.arange(token_ids.shape[0])
+    seq = jnp.minimum(jnp.searchsorted(cu_q_lens, row, side="right") - 1, slots.shape[0] - 1)
+    valid = row < cu_q_lens[-1]
+    positions = jnp.where(valid, starts[seq] + row - cu_q_lens[seq], 0)
+    batch = AttentionBatch(
+        page_table=sequences.page_table[slots], kv_lens=jnp.where(ends > starts, ends, 0), cu_q_lens=cu_q_lens
+    )
+    return batch, (slots[seq], positions, valid, token_ids)
+
+
+def sample_step(
+    model: Model,
+    head: dict,
+    hidden: Array,
+    slots: Array,
+    sequences: SequenceState,
+    sampling: SamplingState,
+    *,
+    features: SamplingFeatures,
+) -> tuple[Sampled, SequenceState, SamplingState]:
+    """Logits of hidden [R, D] and one draw a row; slots i32 [R] (dummy = does not sample). Donates the two states."""
+    return sample(model.logits(head, hidden), slots, sequences, sampling, features)
+
+
+def score_step(model: Model, head: dict, hidden: Array, token_ids: Array, *, num_logprobs: int) -> Sampled:
+    """Logprobs of the given next tokens i32 [T] after hidden [T, D], 64 rows at a time to bound the logits' memory."""
+    rows = min(64, hidden.shape[0])
+    blocks = (hidden.reshape(-1, rows, hidden.shape[1]), token_ids.reshape(-1, rows))
+    scored = jax.lax.map(lambda block: score(model.logits(head, block[0]), block[1], num_logprobs), blocks)
+    return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), scored)
+
+
+def update_tables(sequences: SequenceState, updates: Array) -> SequenceState:
+    """`page_table[slot, index] = page` for updates i32 [U, 3] = (slot, index, page). Donates sequences."""
+    slot, index, page = updates.T
+    return dataclasses.replace(sequences, page_table=sequences.page_table.at[slot, index].set(page))
+
+
+def start_slots(
+    sequences: SequenceState, sampling: SamplingState, ints: Array, floats: Array
+) -> tuple[SequenceState, SamplingState]:
+    """Writes what new requests ask of the sampler. Donates both states.
+
+    Args:
+        ints: i32 [n, 5 + MAX_STOP_IDS]: slot, top_k, seed (two words), min_position, stop ids.
+        floats: f32 [n, 6]: temperature, top_p, min_p, presence, frequency, repetition penalty.
+    """
+    slot = ints[:, 0]
+    seed = jax.lax.bitcast_convert_type(ints[:, 2:4], jnp.uint32)
+    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    written = {name: getattr(sampling, name).at[slot].set(floats[:, i]) for i, name in enumerate(names)}
+    sampling = dataclasses.replace(
+        sampling,
+        **written,
+        top_k=sampling.top_k.at[slot].set(ints[:, 1]),
+        seed=sampling.seed.at[slot].set(seed),
+        min_position=sampling.min_position.at[slot].set(ints[:, 4]),
+        stop_ids=sampling.stop_ids.at[slot].set(ints[:, 5:]),
+    )
+    dummy = sequences.stopped.shape[0] - 1
+    return dataclasses.replace(sequences, stopped=sequences.stopped.at[slot].set(slot == dummy)), sampling
+
+
+def start_edits(sampling: SamplingState, slot: Array, row: EditState) -> SamplingState:
+    """Writes one slot's rarer wishes: `row` holds one row of each field. Donates sampling."""
+    edits = jax.tree.map(lambda all_rows, new: all_rows.at[slot].set(new), sampling.edits, row)
+    return dataclasses.replace(sampling, edits=edits)
