@@ -1,0 +1,4 @@
+"""Checkpoints of every format into parameters on device: `load` and `convert`."""
+
+from jaxserve.weights.loader import LoadedModel as LoadedModel
+from jaxserve.weights.loader import load as load
