@@ -21,7 +21,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # 0 = no cap on one prompt's tokens in a step
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
-    reserve_full_isl: bool = True  # admit a prompt only when pages for all of it are free
+    reserve_full_isl: bool = True  # admit a prompt only when pages for all of it are free, and take them at once
     watermark: float = 0.0  # share of the pool that admission leaves free
 
     def __post_init__(self) -> None:
@@ -38,8 +38,24 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or at least 1, got {value}")
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        budget = self.max_num_batched_tokens
+        if budget < self.max_num_seqs:  # else decodes alone could starve a prompt for ever
+            raise ValueError(
+                f"every running sequence must get a token a step: max_num_batched_tokens {budget} < max_num_seqs "
+                f"{self.max_num_seqs}; raise the former or lower the latter"
+            )
+        if self.enable_chunked_prefill:
+            return
+        if budget < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill a whole prompt must fit one step: max_num_batched_tokens "
-                f"{self.max_num_batched_tokens} < max_model_len {self.max_model_len}; raise the former or lower the latter"
+                f"{budget} < max_model_len {self.max_model_len}; raise the former or lower the latter"
+            )
+        if self.long_prefill_token_threshold:
+            raise ValueError(
+                f"long_prefill_token_threshold cuts prompts, so it must be 0 without chunked prefill, "
+                f"got {self.long_prefill_token_threshold}"
             )

@@ -1,4 +1,4 @@
-"""What one step does, in plain data: made by `Scheduler.schedule`, run by the runner, handed back to `Scheduler.commit`."""
+"""What one step does: made by `Scheduler.schedule`, run by the runner, handed back to `Scheduler.commit`."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,7 +15,10 @@ class DecodeRow(NamedTuple):
 
 
 class PrefillRow(NamedTuple):
-    """Prompt tokens `[start, start + len(token_ids))` of one sequence, in the prefill region."""
+    """Known tokens `[start, start + len(token_ids))` of one sequence, in the prefill region.
+
+    After a pre-emption these reach beyond the prompt into the output.
+    """
 
     request: Request
     epoch: int
@@ -35,7 +38,11 @@ class PageUpdate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step. Plans name (request, epoch): a commit drops results whose epoch is over (aborted, pre-empted)."""
+    """One step. Plans name (request, epoch): a commit drops results whose epoch is over (aborted, pre-empted).
+
+    A slot in `new_slots` may have belonged, up to the step before, to another request whose results are still to be
+    committed: the device runs steps in order, so writing the slot's state before this step is all it takes.
+    """
 
     step: int
     decode: list[DecodeRow]
@@ -43,10 +50,53 @@ class StepPlan:
     new_slots: list[Request]  # requests that got a slot in this step: the runner writes their slot state first
     page_updates: list[PageUpdate]
     span: tuple[int, int] | None = None  # layers that the prefill rows pass, [lo, hi); None = all
+    completes: bool = True  # the span ends at the last layer: after this step the prefill rows' KV is whole
 
     @property
     def num_prefill_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.prefill)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Draft:
+    """A step while `Scheduler.schedule` is filling it.
+
+    `prefill` maps a request to its query tokens in this step, which are not yet its computed tokens: a span that stops
+    short of the last layer computes none.
+    """
+
+    step: int
+    budget: int  # query tokens still to give
+    decode: list[DecodeRow] = dataclasses.field(default_factory=list)
+    prefill: dict[Request, int] = dataclasses.field(default_factory=dict)
+    new_slots: list[Request] = dataclasses.field(default_factory=list)
+    page_updates: list[PageUpdate] = dataclasses.field(default_factory=list)
+    num_pages_short: int = 0  # pages that the running requests skipped in this step wait for
+    admits: bool = True  # nobody had to be pre-empted or skipped for want of pages
+
+    def place(self, request: Request, num_query_tokens: int) -> None:
+        self.prefill[request] = num_query_tokens
+        self.budget -= num_query_tokens
+
+    def withdraw(self, request: Request, row: DecodeRow) -> None:
+        """Takes every trace of `request` (whose cached row is `row`) out again and gives its budget back."""
+        if request in self.prefill:
+            self.budget += self.prefill.pop(request)
+        elif row in self.decode:
+            self.decode.remove(row)
+            self.budget += 1
+        self.page_updates = [update for update in self.page_updates if update.slot != row.slot]
+
+    def seal(self, prefill: list[PrefillRow], span: tuple[int, int] | None, completes: bool) -> StepPlan:
+        return StepPlan(
+            step=self.step,
+            decode=self.decode,
+            prefill=prefill,
+            new_slots=self.new_slots,
+            page_updates=self.page_updates,
+            span=span,
+            completes=completes,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +114,11 @@ class StepResult:
 
 
 class RequestUpdate(NamedTuple):
-    """What one commit changed for one request; the engine turns it into text. `finish_reason` None = still going."""
+    """What one commit changed for one request; the engine turns it into text. `finish_reason` None = still going.
+
+    `new_token_ids` ends at the token that ended the request; `logprobs` may be longer (it is passed on unread).
+    A chunk that samples nothing makes an update only if it brings `prompt_logprobs`.
+    """
 
     request: Request
     new_token_ids: list[int]

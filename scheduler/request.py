@@ -11,8 +11,8 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-class PromptTooLong(ValueError):
-    """The prompt can never be served with this `max_model_len` or page pool."""
+class PoolTooSmall(ValueError):
+    """The prompt is larger than the whole page pool: it could wait for ever."""
 
 
 class QueueFull(Exception):
@@ -77,6 +77,30 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and committed output."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    def set_limits(self, max_model_len: int, pool_len: int) -> None:
+        """Cuts the output to what `max_model_len` and a pool of `pool_len` tokens can hold.
+
+        Raises:
+            ValueError: the prompt is empty or not shorter than `max_model_len`.
+            PoolTooSmall: the prompt is larger than the pool.
+        """
+        num_prompt = self.num_prompt_tokens
+        if not num_prompt:
+            raise ValueError("prompt_token_ids must have at least one token, got none")
+        if num_prompt >= max_model_len:
+            raise ValueError(
+                f"the prompt must be shorter than max_model_len {max_model_len} to leave room for one token, "
+                f"got {num_prompt} tokens; shorten it or raise max_model_len"
+            )
+        if num_prompt > pool_len:
+            raise PoolTooSmall(
+                f"the prompt must fit the KV pool of {pool_len} tokens, got {num_prompt} tokens; shorten it or "
+                f"enlarge the pool"
+            )
+        # The last token is never computed, so a request may grow one token beyond the pool; there it ends as "length".
+        self.max_output_tokens = min(self.max_tokens, max_model_len - num_prompt, pool_len + 1 - num_prompt)
+        self.max_computed_tokens = num_prompt + self.max_output_tokens - 1
 
     def token_slice(self, start: int, end: int) -> list[int]:
         """Tokens `[start, end)` of prompt and committed output, without building the whole."""
