@@ -1,7 +1,7 @@
 """The paged KV cache as layers see it, and the batch of one step."""
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax import Array
@@ -29,6 +29,7 @@ class StepBatch:
         return 0 if self.decode is None else self.decode.kv_lens.shape[0] * self.decode.max_q_len
 
 
+@runtime_checkable  # so that tests can check it
 class CacheShape(Protocol):
     """What a cache needs to know of a model; `jaxserve.models.base.ModelConfig` is one."""
 

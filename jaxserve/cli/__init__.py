@@ -1,0 +1,76 @@
+"""The `jaxserve` command: parses, runs, and turns a caller's mistake into one line on stderr.
+
+Nothing here imports jax before a command needs it, so that `jaxserve --help` answers at once.
+"""
+
+import os
+import sys
+
+import typer
+
+from jaxserve.cli import batch, bench, chat, convert, generate, info
+from jaxserve.exceptions import EngineDeadError, JaxserveError
+
+app = typer.Typer(
+    name="jaxserve",
+    help="Serve language models on GPU, TPU and CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (generate.generate, chat.chat, batch.batch, convert.convert, info.info):
+    app.command()(command)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit code.
+
+    0: done; 1: the engine died, or nobody reads our output; 2: the caller's mistake; 130: Ctrl-C.
+
+    Raises:
+        Exception: whatever is neither; it is a defect of ours, and its traceback should be seen.
+    """
+    try:
+        code = app(arguments, prog_name="jaxserve", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
+    except Exception as error:
+        message = users_mistake(error)
+        if message is None and not isinstance(error, EngineDeadError):
+            raise
+        print(f"error: {message or error}", file=sys.stderr)
+        return 1 if message is None else 2
+
+
+def users_mistake(error: Exception) -> str | None:
+    """What to tell the caller in one line, or None where the caller is not to blame."""
+    if hasattr(error, "format_message"):  # a usage error of the command-line parser
+        message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
+    elif isinstance(error, OSError):
+        message = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error)
+    elif isinstance(error, EngineDeadError):
+        return None
+    elif isinstance(error, JaxserveError) or (isinstance(error, ValueError | NotImplementedError) and _ours(error)):
+        message = str(error)
+    else:
+        return None
+    return " ".join(message.split())
+
+
+def _ours(error: Exception) -> bool:
+    """True where jaxserve itself raised the error: one that comes from deeper down is a defect, not bad input."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("jaxserve")

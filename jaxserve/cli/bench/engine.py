@@ -1,0 +1,50 @@
+"""The engine of a benchmark, its prompts and its sampling."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.cli import engine as driver
+from jaxserve.cli.options import Opt
+from jaxserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxserve import LLM, LLMEngine
+    from jaxserve.cli.bench.workload import SyntheticRequest
+
+WORKLOAD_OPTIONS: Mapping[str, Opt] = {
+    "num_prompts": Opt(int, "Number of requests.", 100),
+    "random_input_len": Opt(int, "Tokens of a prompt.", 1024),
+    "random_output_len": Opt(int, "Tokens of an answer.", 128),
+    "random_range_ratio": Opt(float, "Lengths vary evenly by this share, in [0, 1).", 0.0),
+    "random_prefix_len": Opt(int, "Tokens that all prompts share, on top of their own.", 0),
+    "seed": Opt(int, "Of prompts, lengths and arrivals.", 0),
+}
+
+
+def start(options: Mapping[str, Any]) -> "LLM":
+    """An engine whose programs are compiled before the first measurement, unless the options say otherwise."""
+    return driver.start({"warm_up": "blocking", **options})
+
+
+def requests(engine: "LLMEngine", workload: Mapping[str, Any], rng: "np.random.Generator") -> "list[SyntheticRequest]":
+    """The requests that `WORKLOAD_OPTIONS` describe, of any token but the special ones."""
+    from jaxserve.cli.bench.workload import random_requests
+
+    special = set(engine.tokenizer.all_special_ids) if engine.tokenizer else set()
+    return random_requests(
+        workload["num_prompts"],
+        input_len=workload["random_input_len"],
+        output_len=workload["random_output_len"],
+        range_ratio=workload["random_range_ratio"],
+        prefix_len=workload["random_prefix_len"],
+        token_ids=[token for token in range(engine.core.limits().vocab_size) if token not in special],
+        rng=rng,
+    )
+
+
+def greedy(output_len: int, **options: Any) -> SamplingParams:
+    """Exactly `output_len` tokens, without text."""
+    fixed = {"temperature": 0.0, "max_tokens": output_len, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**{**fixed, **options})

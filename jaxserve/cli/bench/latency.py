@@ -1,0 +1,52 @@
+"""`jaxserve bench latency`: the time of one batch, from prompts to the last token."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxserve.cli.bench import engine as bench_engine
+from jaxserve.cli.bench.metrics import percentile
+from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.output import show
+
+PERCENTS = (10, 25, 50, 75, 90, 99)
+
+
+@takes(engine=ENGINE_OPTIONS)
+def latency(
+    engine: dict[str, Any],
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Prompts of one batch.")] = 8,
+    num_iters_warmup: Annotated[int, typer.Option(help="Batches before the measured ones.")] = 2,
+    num_iters: Annotated[int, typer.Option(min=1, help="Measured batches.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Time whole batches of prompts of one length, one after another."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    params = bench_engine.greedy(output_len)
+    lens = {"num_prompts": batch_size, "random_input_len": input_len, "random_output_len": output_len}
+    workload = {**lens, "random_range_ratio": 0.0, "random_prefix_len": 0}
+    latencies = []
+    with bench_engine.start(engine) as llm:
+        for _ in range(num_iters_warmup + num_iters):  # new prompts each time, so that no prefix is in the cache
+            prompts = [r.prompt_token_ids for r in bench_engine.requests(llm.llm_engine, workload, rng)]
+            began = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            latencies.append(time.perf_counter() - began)
+    measured = latencies[num_iters_warmup:]
+    show(
+        summary(measured), f"latency in s of {batch_size} x {input_len}+{output_len}", as_json=as_json, file=output_json
+    )
+
+
+def summary(latencies: list[float]) -> dict[str, Any]:
+    """`{"avg_latency", "latencies", "percentiles": {"50": ...}}`, in seconds."""
+    percentiles = {str(percent): percentile(latencies, percent) for percent in PERCENTS}
+    return {"avg_latency": sum(latencies) / len(latencies), "latencies": latencies, "percentiles": percentiles}

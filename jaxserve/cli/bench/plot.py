@@ -1,0 +1,78 @@
+"""A picture of a serving benchmark: how the times are spread, and what the steps did."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.cli.bench.metrics import METRICS, samples_ms
+
+if TYPE_CHECKING:
+    from jaxserve.cli.bench.serve import Run
+
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+}
+
+
+def draw(run: "Run", file: Path, *, goodput_ms: Mapping[str, float]) -> None:
+    """Writes the picture in the format of the file's ending (png, svg, pdf).
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'jaxserve[plot]'") from None
+    matplotlib.use("agg")  # no screen
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplot_mosaic(
+        [list(METRICS), ["steps"] * 4, ["load"] * 4], figsize=(14, 9), layout="constrained"
+    )
+    for name, values in samples_ms(run.records).items():
+        _histogram(axes[name], TITLES[name], values, goodput_ms.get(name))
+    _steps(axes["steps"], run)
+    _load(axes["load"], run)
+    axes["load"].sharex(axes["steps"])
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def _histogram(axes: Any, title: str, values: list[float], limit: float | None) -> None:
+    axes.hist(values, bins=40)
+    if limit is not None:
+        axes.axvline(limit, color="tab:red", label=f"limit {limit:g} ms")
+        axes.legend()
+    axes.set(title=title, xlabel="ms", ylabel="count")
+
+
+def _steps(axes: Any, run: "Run") -> None:
+    """Each step as a bar over the time it took, as high as it was long."""
+    from matplotlib import colormaps
+
+    widths = [step.end_s - step.start_s for step in run.steps]
+    computed = [step.num_computed for step in run.steps]
+    most = max(computed, default=0) or 1
+
+    axes.bar(
+        [step.start_s for step in run.steps],
+        [1e3 * width for width in widths],
+        width=widths,
+        align="edge",
+        color=[colormaps["viridis"](tokens / most) for tokens in computed],
+    )
+    axes.set(title=f"steps (colour: tokens computed, dark 0 to bright {most})", ylabel="ms")
+
+
+def _load(axes: Any, run: "Run") -> None:
+    """Requests in the engine, tokens computed and tokens given back, step by step."""
+    starts = [step.start_s for step in run.steps]
+    axes.step(starts, [step.num_requests for step in run.steps], where="post", label="requests in the engine")
+    axes.step(starts, [step.num_computed for step in run.steps], where="post", label="tokens computed")
+    axes.step(starts, [step.num_tokens for step in run.steps], where="post", label="tokens given back")
+    axes.set(xlabel="s from the start of the run")
+    axes.legend()

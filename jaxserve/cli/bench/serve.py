@@ -1,0 +1,188 @@
+"""`jaxserve bench serve`: requests that arrive over time, as users would send them."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxserve.cli.bench import engine as bench_engine
+from jaxserve.cli.bench.metrics import RequestRecord, parse_goodput, summary
+from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.output import show
+from jaxserve.exceptions import RequestError
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve import LLMEngine, RequestOutput
+    from jaxserve.cli.bench.workload import SyntheticRequest
+
+COMPUTED = "jaxserve:iteration_tokens"
+
+
+@takes(engine=ENGINE_OPTIONS, workload=bench_engine.WORKLOAD_OPTIONS)
+def serve(
+    engine: dict[str, Any],
+    workload: dict[str, Any],
+    request_rate: Annotated[float, typer.Option(help="Requests per second; inf sends all at once.")] = float("inf"),
+    burstiness: Annotated[float, typer.Option(help="Shape of the gamma gaps: 1 is Poisson, less is burstier.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests in the engine at once.")] = None,
+    num_warmups: Annotated[int, typer.Option(help="Requests before the measured ones.")] = 0,
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report, separated by commas.")] = "99",
+    goodput: Annotated[list[str] | None, typer.Option(help="Limits: NAME:MS, of ttft, tpot and e2el.")] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,  # --goodput ttft:200 tpot:50
+    plot: Annotated[Path | None, typer.Option(help="Draw the distributions and the steps into this file.")] = None,
+    output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Send requests at random times and report TTFT, TPOT, ITL and E2EL as a client would see them.
+
+    --goodput ttft:200 tpot:50 also counts the requests that meet all of these limits.
+    """
+    import numpy as np
+
+    from jaxserve.cli.bench.workload import arrival_times
+
+    percents = [float(percent) for percent in metric_percentiles.split(",")]
+    limits = parse_goodput([*(goodput or []), *(more_goodput or [])])
+    rng = np.random.default_rng(workload["seed"])
+    arrivals = arrival_times(workload["num_prompts"], request_rate, burstiness, rng)
+    with bench_engine.start(engine) as llm:
+        if num_warmups:
+            warm = bench_engine.requests(llm.llm_engine, {**workload, "num_prompts": num_warmups}, rng)
+            drive(llm.llm_engine, [_request(r) for r in warm], [0.0] * num_warmups)
+        requests = [_request(r) for r in bench_engine.requests(llm.llm_engine, workload, rng)]
+        run = drive(llm.llm_engine, requests, arrivals, max_concurrency=max_concurrency)
+    result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
+    show(result, f"bench serve, {request_rate:g} requests/s", as_json=as_json, file=output_json)
+    if plot:
+        from jaxserve.cli.bench.plot import draw
+
+        draw(run, plot, goodput_ms=limits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """One call of `LLMEngine.step`. Times in seconds from the start of the run."""
+
+    start_s: float
+    end_s: float
+    num_requests: int  # in the engine when the step began
+    num_computed: int  # tokens that it computed, of prompts and answers
+    num_tokens: int  # that it gave back
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    records: list[RequestRecord]
+    steps: list[Step]
+    duration_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedRequest:
+    prompt_token_ids: list[int]
+    params: SamplingParams  # of output kind DELTA
+
+
+def drive(
+    engine: "LLMEngine",
+    requests: Sequence[TimedRequest],
+    arrivals: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Run:
+    """Runs the engine's step loop while requests arrive at their times, and records when each token came out.
+
+    A request's clock starts at its arrival even where the engine, busy with a step or at `max_concurrency`, takes it
+    later: waiting is part of what a user sees. A request that the engine refuses or ends with an error has failed.
+    """
+    client = _Client(engine, requests, arrivals)
+    steps: list[Step] = []
+    computed = engine.get_metrics()[COMPUTED]
+    began = now()
+    while client.num_left:
+        client.send(now() - began, max_concurrency)
+        if not client.num_running:
+            sleep(max(0.0, client.next_arrival - (now() - began)))
+            continue
+        start_s, num_requests = now() - began, client.num_running
+        outputs = engine.step()
+        end_s = now() - began
+        num_tokens, computed_before = client.receive(outputs, end_s), computed
+        computed = engine.get_metrics()[COMPUTED]
+        steps.append(
+            Step(
+                start_s=start_s,
+                end_s=end_s,
+                num_requests=num_requests,
+                num_computed=int(computed - computed_before),
+                num_tokens=num_tokens,
+            )
+        )
+    return Run(records=client.records(), steps=steps, duration_s=now() - began)
+
+
+class _Client:
+    """Sends requests when they are due and keeps the times of what comes back."""
+
+    def __init__(self, engine: "LLMEngine", requests: Sequence[TimedRequest], arrivals: Sequence[float]):
+        self._engine, self._requests, self._arrivals = engine, requests, arrivals
+        self._token_times: list[list[float]] = [[] for _ in requests]
+        self._failed = [False] * len(requests)
+        self._num_sent = 0
+        self.num_running = 0
+
+    @property
+    def num_left(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests) - self._num_sent + self.num_running
+
+    @property
+    def next_arrival(self) -> float:
+        return self._arrivals[self._num_sent] if self._num_sent < len(self._requests) else 0.0
+
+    def send(self, at_s: float, max_concurrency: int | None) -> None:
+        room = len(self._requests) if max_concurrency is None else max_concurrency
+        while self._num_sent < len(self._requests) and self.next_arrival <= at_s and self.num_running < room:
+            request = self._requests[self._num_sent]
+            try:
+                self._engine.add_request(str(self._num_sent), request.prompt_token_ids, request.params)
+                self.num_running += 1
+            except RequestError:
+                self._failed[self._num_sent] = True
+            self._num_sent += 1
+
+    def receive(self, outputs: "Sequence[RequestOutput]", at_s: float) -> int:
+        """Returns the number of tokens that came."""
+        num_tokens = 0
+        for output in outputs:
+            sample, index = output.outputs[0], int(output.request_id)
+            num_tokens += len(sample.token_ids)
+            self._token_times[index] += [at_s] * len(sample.token_ids)
+            if output.finished:
+                self.num_running -= 1
+                self._failed[index] = sample.finish_reason not in ("stop", "length")
+        return num_tokens
+
+    def records(self) -> list[RequestRecord]:
+        return [
+            RequestRecord(
+                prompt_len=len(request.prompt_token_ids),
+                arrival_s=arrival,
+                token_times_s=() if failed else tuple(times),
+                failed=failed,
+            )
+            for request, arrival, times, failed in zip(
+                self._requests, self._arrivals, self._token_times, self._failed, strict=True
+            )
+        ]
+
+
+def _request(synthetic: "SyntheticRequest") -> TimedRequest:
+    params = bench_engine.greedy(synthetic.output_len, output_kind=RequestOutputKind.DELTA)
+    return TimedRequest(prompt_token_ids=synthetic.prompt_token_ids, params=params)

@@ -1,0 +1,85 @@
+"""`jaxserve chat`: a conversation in the terminal."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxserve.cli import engine as driver
+from jaxserve.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, takes
+from jaxserve.exceptions import RequestError
+from jaxserve.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from jaxserve import LLMEngine, SamplingParams
+
+HELP = "Ctrl-C stops an answer, /reset forgets the conversation, /exit or Ctrl-D leaves."
+
+
+@takes(engine=ENGINE_OPTIONS, sampling=SAMPLING_OPTIONS)
+def chat(
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    system: Annotated[str | None, typer.Option(help="Text of the system message.")] = None,
+) -> None:
+    """Talk with a model: each line is a message, and the answer streams back."""
+    print(HELP, file=sys.stderr)
+    beginning = [{"role": "system", "content": system}] if system else []
+    with driver.start(engine) as llm:
+        params = driver.sampling_params(llm.llm_engine, sampling, output_kind=RequestOutputKind.DELTA)
+        messages = list(beginning)
+        for line in read_lines():
+            if line == "/reset":
+                messages = list(beginning)
+                continue
+            messages.append({"role": "user", "content": line})
+            try:
+                messages.append({"role": "assistant", "content": answer(llm.llm_engine, messages, params)})
+            except RequestError as error:  # for instance a conversation beyond max_model_len
+                messages.pop()
+                print(f"error: {error} (/reset starts over)", file=sys.stderr)
+
+
+def read_lines() -> Iterator[str]:
+    """Lines from the terminal (with editing and history where Python has readline), until /exit or the end."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        if line == "/exit":
+            return
+        if line:
+            yield line
+
+
+def answer(engine: "LLMEngine", messages: list[dict[str, str]], params: "SamplingParams") -> str:
+    """Streams the next turn to stdout and returns it; Ctrl-C ends it early."""
+    parts: list[str] = []
+    outputs = driver.stream(engine, {"chat": driver.chat_prompt(engine, messages)}, params)
+    with contextlib.closing(outputs), ctrl_c() as pressed:
+        for output in outputs:
+            parts.append(output.outputs[0].text)
+            print(parts[-1], end="", flush=True)
+            if pressed.is_set():
+                break
+    print(flush=True)
+    return "".join(parts)
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets, in place of an exception that would cut a step of the engine in two."""
+    pressed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,121 @@
+import dataclasses
+import json
+
+import pytest
+from fakes import FakeEngine
+
+from jaxserve import RequestOutputKind, SamplingParams
+from jaxserve.cli.bench.serve import TimedRequest, drive
+
+
+@dataclasses.dataclass
+class Clock:
+    """Time that passes only in steps (0.1 s each) and in sleep."""
+
+    time: float = 100.0
+    slept: float = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def step(self) -> None:
+        self.time += 0.1
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        self.time += seconds
+
+
+def request(num_tokens: int, prompt: tuple[int, ...] = (5, 6)) -> TimedRequest:
+    params = SamplingParams(max_tokens=num_tokens, output_kind=RequestOutputKind.DELTA)
+    return TimedRequest(prompt_token_ids=list(prompt), params=params)
+
+
+def drive_with(requests, arrivals, **options):
+    clock = Clock()
+    engine = FakeEngine(on_step=clock.step)
+    return drive(engine, requests, arrivals, now=clock.now, sleep=clock.sleep, **options), engine, clock
+
+
+def test_a_request_that_arrives_during_a_step_counts_its_wait():
+    run, _, _ = drive_with([request(2), request(1)], [0.0, 0.05])
+    first, second = run.records
+    assert first.token_times_s == pytest.approx((0.1, 0.2))
+    assert second.token_times_s == pytest.approx((0.2,))
+    assert second.ttft_s == pytest.approx(0.15)  # 0.1 if it were measured from when the engine took it
+
+
+def test_an_idle_engine_sleeps_until_the_next_arrival():
+    run, _, clock = drive_with([request(1), request(1)], [0.0, 1.0])
+    assert clock.slept == pytest.approx(0.9)
+    assert run.duration_s == pytest.approx(1.1)
+    assert [step.num_requests for step in run.steps] == [1, 1]
+
+
+def test_max_concurrency_holds_requests_back():
+    run, engine, _ = drive_with([request(2)] * 5, [0.0] * 5, max_concurrency=2)
+    assert engine.most_running == 2
+    assert run.records[-1].ttft_s == pytest.approx(0.5)
+    assert sum(step.num_tokens for step in run.steps) == 10
+
+
+def test_a_refused_request_has_failed_and_the_others_go_on():
+    run, _, _ = drive_with([request(1), request(1, prompt=())], [0.0, 0.0])
+    assert [record.failed for record in run.records] == [False, True]
+
+
+def test_a_run_in_which_everything_fails_ends():
+    run, _, _ = drive_with([request(1, prompt=())] * 2, [0.0, 0.2])
+    assert [record.failed for record in run.records] == [True, True]
+
+
+def test_serve_reports_the_fields_of_vllm(run, tmp_path):
+    file = tmp_path / "result.json"
+    options = ("--num-prompts", "4", "--random-input-len", "6", "--random-output-len", "3", "--request-rate", "1000")
+    limits = ("--goodput", "ttft:1000", "tpot:1000")
+    code, out, _, llm = run("bench", "serve", "--model", "m", *options, *limits, "--json", "--output-json", str(file))
+    result = json.loads(out)
+    assert code == 0
+    assert json.loads(file.read_text()) == result
+    assert (result["completed"], result["failed"]) == (4, 0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (24, 12)
+    assert result["goodput_attainment"] == 1.0
+    assert {
+        f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")
+    } <= set(result)
+    assert llm.options == {"model": "m", "warm_up": "blocking"}
+
+
+def test_serve_prints_a_table_for_people_and_draws(run, tmp_path):
+    picture = tmp_path / "out.png"
+    options = ("--num-prompts", "2", "--random-input-len", "4", "--random-output-len", "2")
+    code, out, _, _ = run("bench", "serve", "--model", "m", *options, "--plot", str(picture))
+    assert code == 0
+    assert "request_throughput" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_bad_goodput_limit_stops_before_the_model_loads(run):
+    code, _, err, llm = run("bench", "serve", "--model", "m", "--goodput", "ttft:200", "speed:1")
+    assert code == 2
+    assert "error: goodput must be NAME:MS" in err
+    assert llm is None
+
+
+def test_throughput_counts_all_tokens(run):
+    options = ("--num-prompts", "3", "--random-input-len", "5", "--random-output-len", "2", "--json")
+    code, out, _, _ = run("bench", "throughput", "--model", "m", *options)
+    result = json.loads(out)
+    assert code == 0
+    assert (result["num_requests"], result["total_num_tokens"]) == (3, 21)
+    assert result["tokens_per_second"] == pytest.approx(21 / result["elapsed_time"])
+
+
+def test_latency_leaves_the_warm_up_out(run):
+    options = ("--num-iters", "3", "--num-iters-warmup", "2", "--batch-size", "2", "--output-len", "2", "--json")
+    code, out, _, _ = run("bench", "latency", "--model", "m", *options)
+    result = json.loads(out)
+    assert code == 0
+    assert len(result["latencies"]) == 3
+    assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 3)
+    assert set(result["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
