@@ -22,7 +22,7 @@ def linear(
     """
     y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
-        y = y + bias.astype(jnp.float32)
+        y = y + bias.astype(jnp.float32)[None, :]
     return y.astype(x.dtype if out_dtype is None else out_dtype)
 
 
