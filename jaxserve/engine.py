@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig, resolve
@@ -28,13 +29,12 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Scheduler and runner around one model. Knows token ids only; not thread-safe."""
 
-    def __init__(self, config: EngineConfig, loaded: weights.LoadedModel):
+    def __init__(self, config: EngineConfig, loaded: weights.LoadedModel, *, load_s: float = 0.0):
         start = time.monotonic()
-        use_compilation_cache(config.runtime.compilation_cache_dir)
         params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
         dtype = config.model.jax_dtype
         scheduler_config, runner_config = resolve(
-            config, loaded.model.config, params_bytes=params_bytes, dtype_bytes=dtype.dtype.itemsize
+            config, loaded.model.config, params_bytes=params_bytes, dtype_bytes=jnp.dtype(dtype).itemsize
         )
         self.config, self.runner_config = config, runner_config
         pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
@@ -47,7 +47,7 @@ class EngineCore:
         self._requests: dict[int, Request] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         self._metrics = EngineMetrics()
-        self.start_s = {**loaded.load_s, "engine": time.monotonic() - start}
+        self.start_s = {"load": load_s, "engine": time.monotonic() - start}
 
     def limits(self) -> RequestLimits:
         return RequestLimits(
@@ -163,9 +163,10 @@ class LLMEngine:
     """Requests of text in, outputs of text out, one `step()` at a time. The testable whole; not thread-safe."""
 
     def __init__(self, config: EngineConfig):
+        start = time.monotonic()
         loaded = load_model(config)
         self.tokenizer: Tokenizer | None = loaded.tokenizer
-        self.core = EngineCore(config, loaded)
+        self.core = EngineCore(config, loaded, load_s=time.monotonic() - start)
         self._inputs = InputProcessor(
             self.tokenizer, self.core.limits(), loaded.generation_config, seed=config.model.seed
         )
@@ -250,15 +251,10 @@ class LLMEngine:
 
 def load_model(config: EngineConfig) -> weights.LoadedModel:
     """Weights and tokenizer that the options name."""
+    use_compilation_cache(config.runtime.compilation_cache_dir)
     options = config.model
     return weights.load(
-        options.model,
-        dtype=options.jax_dtype,
-        load_format=options.load_format,
-        quantization=options.quantization,
-        revision=options.revision,
-        tokenizer=options.tokenizer,
-        seed=options.seed,
+        options.model, dtype=options.jax_dtype, load_format=options.load_format, revision=options.revision
     )
 
 
