@@ -160,6 +160,19 @@ class Tokenizer:
         return pieces
 
     @functools.cached_property
+    def texts(self) -> list[str | bytes]:
+        """`pieces` as text, but for tokens that hold a part of a character."""
+        return [_as_text(piece) for piece in self.pieces or ()]
+
+    @functools.cached_property
+    def texts_without_special(self) -> list[str | bytes]:
+        """`texts` with nothing for special tokens."""
+        texts = list(self.texts)
+        for i in self.all_special_ids:
+            texts[i] = ""
+        return texts
+
+    @functools.cached_property
     def _special_set(self) -> frozenset[int]:
         return frozenset(self.all_special_ids)
 
@@ -170,6 +183,13 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
+
+
+def _as_text(piece: bytes) -> str | bytes:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return piece
 
 
 def _mark_special(backend: tokenizers.Tokenizer, tokens: Any) -> None:

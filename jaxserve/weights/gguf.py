@@ -1,4 +1,4 @@
-"""GGUF checkpoints as sources: metadata becomes a Hugging Face config, tensor names and layouts Hugging Face's.
+"""GGUF checkpoints: metadata becomes a Hugging Face config, tensor names and layouts Hugging Face's.
 
 llama.cpp stores the q and k rows of the `llama` architecture in the order of interleaved RoPE, and Gemma's norm weights
 with one added; both are undone here. Experts lie in one stack a layer and are offered one by one.
@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxserve.exceptions import WeightsError
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights.checkpoint import TensorCheckpoint
 from jaxserve.weights.gguf_file import GGUFFile, GGUFTensor, dequantize_into
 from jaxserve.weights.gguf_tokenizer import tokenizer_from_gguf
-from jaxserve.weights.source import Source
 
 _ARCHITECTURES = {  # general.architecture -> (config.json's architecture, model_type)
     "llama": ("LlamaForCausalLM", "llama"),
@@ -60,7 +60,7 @@ class _Entry:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
 
-class GGUFSource(Source):
+class GGUFCheckpoint(TensorCheckpoint):
     """One .gguf file.
 
     Raises:

@@ -8,12 +8,17 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxserve.exceptions import WeightsError
 from jaxserve.models import Model, get_model
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.weights.assemble import Quantize, assemble
+from jaxserve.weights import collect, hub
+from jaxserve.weights.checkpoint import Checkpoint, leaves_of, num_bytes, read_json
 from jaxserve.weights.demo import DEMO_MODEL, demo_gguf
-from jaxserve.weights.progress import bar, no_progress
-from jaxserve.weights.source import Source
+from jaxserve.weights.dummy import SHAPES, DummyCheckpoint
+from jaxserve.weights.gguf import GGUFCheckpoint
+from jaxserve.weights.orbax import OrbaxCheckpoint, is_orbax
+from jaxserve.weights.progress import with_progress
+from jaxserve.weights.safetensors import SafetensorsCheckpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,48 +37,106 @@ def load(
     *,
     dtype: DTypeLike | Literal["auto"] = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
+    quantization: str | None = None,
     revision: str | None = None,
+    tokenizer: str | None = None,
+    seed: int = 0,
     stacked: bool = False,
     shardings: Callable[[Model], Any] | None = None,
-    quantize: Quantize | None = None,
     progress: bool = True,
 ) -> LoadedModel:
-    source = open_source(model_id, revision=revision)
-    model = _model(source)
-    wrap = bar(f"Loading {source.name}") if progress else no_progress
-    params = assemble(
-        source,
-        model,
-        resolve_dtype(source.config, dtype),
-        stacked=stacked,
-        shardings=None if shardings is None else shardings(model),
-        quantize=quantize,
-        progress=wrap,
-    )
+    """Loads a model: parameters go to their devices one leaf at a time.
+
+    Args:
+      model_id: "smollm2-135m" (the demo model), a .gguf file, a Hugging Face folder or id, or a folder that `convert`
+        wrote. With load_format "dummy" only the configuration is read, and names in `dummy.SHAPES` work too.
+      dtype: of the parameters; "auto" = the checkpoint's own.
+      quantization: None; the weights stay in `dtype`.
+      revision: branch, tag or commit on the hub.
+      tokenizer: folder, id or .gguf file of another tokenizer.
+      seed: of dummy weights.
+      stacked: layers as stacks `[L_kind, ...]` (accelerators), else as a tuple of dicts (CPU).
+      shardings: model -> a tree like `model.abstract_params` with a sharding a leaf; None = the default device.
+      progress: show a bar on stderr when it takes a while.
+
+    Raises:
+      WeightsError: the checkpoint is absent, incomplete, damaged or of another architecture than its tensors.
+      ValueError: the architecture or a setting of it is not supported.
+    """
+    checkpoint = open_checkpoint(model_id, load_format=load_format, revision=revision, seed=seed)
+    text = checkpoint.tokenizer() if tokenizer is None else open_tokenizer(tokenizer, revision=None)
+    model = get_model(checkpoint.config)
+    dtype = checkpoint_dtype(checkpoint.config) if dtype == "auto" else dtype
+    abstract = leaves_of(model.abstract_params(dtype))
+    places = dict.fromkeys(abstract) if shardings is None else leaves_of(shardings(model))
+    leaves = checkpoint.leaves(model, dtype, places)
+    if progress:
+        total = sum(map(num_bytes, abstract.values()))
+        leaves = with_progress(leaves, f"Loading {checkpoint.name}", num_items=len(abstract), total_bytes=total)
+    if quantization is not None:
+        raise NotImplementedError(f"quantization {quantization!r} is not supported; use None")
+    if stacked:
+        params = collect.as_stacks(leaves, model.layer_kinds, places)
+    else:
+        params = collect.as_tuple(leaves, model.config.num_layers)
     return LoadedModel(
         model=model,
         params=params,
-        tokenizer=source.tokenizer(),
-        generation_config=source.generation_config,
-        name=source.name,
+        tokenizer=text,
+        generation_config=checkpoint.generation_config,
+        name=checkpoint.name,
     )
 
 
-def open_source(model_id: str, *, revision: str | None = None) -> Source:
-    from jaxserve.weights.gguf import GGUFSource
-
+def open_checkpoint(
+    model_id: str, *, load_format: str = "auto", revision: str | None = None, seed: int = 0
+) -> Checkpoint:
+    """The checkpoint behind a name, headers read."""
+    if load_format == "dummy":
+        return _open_dummy(model_id, revision, seed)
     if model_id == DEMO_MODEL:
-        return GGUFSource(demo_gguf())
-    return GGUFSource(Path(model_id))
+        return GGUFCheckpoint(demo_gguf())
+    path = Path(model_id).expanduser()
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    if not path.is_dir():
+        _refuse_path(model_id)
+        return SafetensorsCheckpoint(hub.download(model_id, revision=revision), name=model_id)
+    return OrbaxCheckpoint(path) if is_orbax(path) else SafetensorsCheckpoint(path)
 
 
-def _model(source: Source) -> Model:
-    return get_model(source.config)
+def open_tokenizer(name: str, *, revision: str | None) -> Tokenizer:
+    """The tokenizer in a folder, a .gguf file, or a repository of the hub."""
+    path = Path(name).expanduser()
+    if name == DEMO_MODEL or path.is_file():
+        return GGUFCheckpoint(demo_gguf() if name == DEMO_MODEL else path).tokenizer()
+    if path.is_dir():
+        return Tokenizer.from_dir(path)
+    _refuse_path(name)
+    return Tokenizer.from_dir(hub.download(name, revision=revision, weights=False))
 
 
-def resolve_dtype(config: dict[str, Any], dtype: DTypeLike | Literal["auto"]) -> jnp.dtype:
-    return (
-        jnp.dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
-        if dtype == "auto"
-        else jnp.dtype(dtype)
-    )
+def checkpoint_dtype(config: dict[str, Any]) -> jnp.dtype:
+    """The dtype that the checkpoint was saved in, float32 if it does not say."""
+    return jnp.dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def _open_dummy(model_id: str, revision: str | None, seed: int) -> DummyCheckpoint:
+    if model_id in SHAPES:
+        return DummyCheckpoint(model_id, SHAPES[model_id], seed=seed, tokenizer=None)
+    path = Path(model_id).expanduser()
+    if path.is_file():
+        gguf = GGUFCheckpoint(path)
+        return DummyCheckpoint(gguf.name, gguf.config, seed=seed, tokenizer=gguf.tokenizer())
+    if not path.is_dir():
+        _refuse_path(model_id, names=SHAPES)
+        path = hub.download(model_id, revision=revision, weights=False)
+    tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
+    return DummyCheckpoint(model_id, read_json(path / "config.json", required=True), seed=seed, tokenizer=tokenizer)
+
+
+def _refuse_path(model_id: str, names: Any = (DEMO_MODEL,)) -> None:
+    """What looks like a path, and is none, must not be sent to the hub."""
+    if model_id.endswith(".gguf") or model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
+        known = ", ".join(names)
+        raise WeightsError(f"{model_id!r} does not exist; expected a file, a folder, an id like org/model, or {known}")

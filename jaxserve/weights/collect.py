@@ -1,0 +1,51 @@
+"""Leaves, as they arrive on their devices, into the form in which a backend runs the layers."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.weights.checkpoint import LeafPath
+
+Quantize = Callable[[LeafPath, jax.Array], Any]
+
+
+def as_tuple(leaves: Iterable[tuple[LeafPath, Any]], num_layers: int) -> dict[str, Any]:
+    """Parameters whose layers are a tuple with one dict a layer."""
+    params: dict[str, Any] = {"layers": tuple({} for _ in range(num_layers))}
+    for path, leaf in leaves:
+        owner = params["layers"][path[1]] if len(path) == 3 else params
+        owner[path[-1]] = leaf
+    return params
+
+
+def as_stacks(
+    leaves: Iterable[tuple[LeafPath, Any]], kinds: tuple[str, ...], places: dict[LeafPath, Any]
+) -> dict[str, Any]:
+    """Parameters whose layers are stacks `[L_kind, ...]`. Each stack is allocated once and filled in place, so that the
+    device holds the model and one leaf."""
+    params: dict[str, Any] = {"layers": {kind: {} for kind in dict.fromkeys(kinds)}}
+    for path, leaf in leaves:
+        if len(path) == 1:
+            params[path[0]] = leaf
+            continue
+        kind = kinds[path[1]]
+        stacks, index = params["layers"][kind], kinds[: path[1]].count(kind)
+        stack = stacks.pop(path[2], None)
+        if stack is None:
+            stack = _empty_stacks(leaf, kinds.count(kind), places[path])
+        stacks[path[2]] = jax.tree.map(lambda whole, part: _set_layer(whole, part, index), stack, leaf)  # noqa: B023
+    return params
+
+
+def _empty_stacks(leaf: Any, depth: int, sharding: Any) -> Any:
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.tree.map(lambda part: jnp.zeros((depth, *part.shape), part.dtype, device=sharding), leaf)
+
+
+@jax.jit(donate_argnums=0)
+def _set_layer(stack: jax.Array, leaf: jax.Array, index: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0)
