@@ -7,7 +7,7 @@ the tensors of a checkpoint are called (`translate`). `Model` joins these and is
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,13 +18,13 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxserve.layers.attention import AttentionSpec, project_qkv
+from jaxserve.layers.attention import AttentionSpec
 from jaxserve.layers.decoder import Attend, Params
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.linear import fan_in, linear, ones, param, zeros
+from jaxserve.layers.linear import fan_in, ones, param, zeros
 from jaxserve.layers.mlp import Act
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeScaling, apply_rope, rope_frequencies
+from jaxserve.layers.rope import RopeScaling, rope_frequencies
 
 LayerKind = Literal["full", "sliding"]
 
@@ -146,20 +146,6 @@ def translate_decoder(name: str, layer_names: Mapping[str, tuple[str, str | None
     return Target(("layers", int(match[1]), leaf), part)
 
 
-def self_attention(
-    p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], positions: Int[Array, " T"], attend: Attend
-) -> Float[Array, "T D"]:
-    """Projections, optional q and k norms, RoPE, attention and output projection of one layer."""
-    q, k, v = project_qkv(x, p["qkv"], p.get("qkv_bias"), config.num_heads, config.num_kv_heads)
-    if config.qk_norm:
-        q = rms_norm(q, p["q_norm"], config.rms_norm_eps, offset=config.norm_offset)
-        k = rms_norm(k, p["k_norm"], config.rms_norm_eps, offset=config.norm_offset)
-    q = apply_rope(q, positions, config.rope(kind))
-    k = apply_rope(k, positions, config.rope(kind))
-    out = attend(q, k, v)
-    return linear(out.reshape(out.shape[0], -1), p["o"])
-
-
 class Outer(nnx.Module):
     """The parameters outside the layers."""
 
@@ -251,43 +237,3 @@ def _leaves(module: nnx.Module) -> dict[str, Any]:
 
 def _axes(module: nnx.Module) -> dict[str, tuple[str | None, ...]]:
     return {str(path[-1]): leaf.axes for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-
-
-def required(hf: Mapping[str, Any], *names: str) -> None:
-    """Raises ValueError when config.json lacks a field that has no default."""
-    missing = [name for name in names if hf.get(name) is None]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)}")
-
-
-def supported(hf: Mapping[str, Any], name: str, allowed: Collection[Any]) -> None:
-    """Raises ValueError when config.json asks for something that the architecture's module does not do."""
-    if name in hf and hf[name] not in allowed:
-        raise ValueError(f"config.json: {name} {hf[name]!r} is not supported; expected one of {list(allowed)}")
-
-
-def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of ModelConfig, from either layout of config.json.
-
-    Raises:
-        ValueError: a kind of scaling that is not supported.
-    """
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or hf.get("rope_theta") or default_theta)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind == "linear":
-        return {"rope_theta": theta, "rope_scaling": RopeScaling(kind="linear", factor=float(scaling["factor"]))}
-    if kind != "llama3":
-        raise ValueError(f"config.json: rope scaling {kind!r} is not supported; expected default, linear or llama3")
-    return {
-        "rope_theta": theta,
-        "rope_scaling": RopeScaling(
-            kind="llama3",
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position=int(scaling["original_max_position_embeddings"]),
-        ),
-    }
