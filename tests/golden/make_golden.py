@@ -2,15 +2,15 @@
 
 Run it where torch (CPU) and transformers >= 5.24 are installed; jaxserve's tests only read the files it makes:
 
-    python tests/golden/make_golden.py [case ...]
+    python tests/golden/make_golden.py
 
 Each `<case>.npz` holds `config` (the text of a config.json as published checkpoints have it), `w:<name>` (int8: the
 checkpoint's tensors in units of STEP, so that a weight is one byte and yet exact in every float type), and per prompt
-`tokens_<i>` (int32 [T]) and `logits_<i>` (float32 [T, V], the whole prompt, computed in float32).
+`tokens_<i>` (int32 [T]) and `logits_<i>` (float32 [T, V], the whole prompt, computed in float32). `configs_v5.json` has
+every case's config as transformers 5 writes it, where RoPE's fields are laid out differently.
 """
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -140,7 +140,8 @@ def checkpoint(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 @torch.no_grad()
-def make(case: str, config: dict, seed: int) -> None:
+def make(case: str, config: dict, seed: int) -> dict:
+    """Writes `<case>.npz`; returns the config in transformers 5's layout."""
     generator = torch.Generator().manual_seed(seed)
     hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
     model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -156,12 +157,13 @@ def make(case: str, config: dict, seed: int) -> None:
     np.savez_compressed(path, **arrays, **checkpoint(model))
     spread = np.std(arrays["logits_0"])
     print(f"{case:14} {path.stat().st_size:7} bytes, logits std {spread:.2f}, router gap {min(gaps, default=1.0):.1e}")
+    return AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
 
 
 def main() -> None:
-    for seed, (case, config) in enumerate(CASES.items()):
-        if case in (sys.argv[1:] or CASES):
-            make(case, config, seed)
+    configs = {case: make(case, config, seed) for seed, (case, config) in enumerate(CASES.items())}
+    lines = ",\n".join(f"{json.dumps(case)}: {json.dumps(config)}" for case, config in configs.items())
+    Path(__file__).with_name("configs_v5.json").write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":
