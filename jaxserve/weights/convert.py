@@ -7,7 +7,6 @@ from jax.typing import DTypeLike
 
 from jaxserve.models import get_model
 from jaxserve.weights.checkpoint import leaves_of, num_bytes
-from jaxserve.weights.collect import as_tuple
 from jaxserve.weights.loader import checkpoint_dtype, open_checkpoint
 from jaxserve.weights.orbax import save
 from jaxserve.weights.progress import with_progress
@@ -18,7 +17,7 @@ def convert(
 ) -> Path:
     """Writes the model `src` (anything that `load` takes) to the new folder `dst`, which `load` takes too.
 
-    The host holds the converted model and the leaf in hand.
+    The host holds one layer at a time.
 
     Raises:
       WeightsError: `src` is not a whole model, or `dst` exists.
@@ -34,5 +33,5 @@ def convert(
         total_bytes=sum(map(num_bytes, abstract.values())),
     )
     folder = Path(dst).expanduser()
-    save(as_tuple(leaves, model.config.num_layers), checkpoint, folder)
+    save(leaves, checkpoint, folder)
     return folder

@@ -1,12 +1,15 @@
 """Orbax checkpoints: what `jaxserve convert` writes, restored straight into their final sharding.
 
-A folder holds config.json, generation_config.json, the tokenizer's files, and `params`, one Orbax checkpoint of the
-fused parameters: {"embed", "final_norm", "lm_head", "layers": {"0": {"qkv", ...}, ...}}. It is restored layer by layer,
-so that the host holds a layer beyond what is on the devices.
+A folder holds config.json, generation_config.json, the tokenizer's files, and under `params` one Orbax PyTree
+checkpoint a layer (`layer_0`, ...) and one for what is outside the layers (`outer`), with our names of the leaves. Both
+ways go layer by layer: Orbax keeps copies of all that it writes until the end, so one checkpoint of everything would
+take the host memory of two models.
 """
 
+import contextlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +46,18 @@ class OrbaxCheckpoint(Checkpoint):
     def leaves(
         self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Any]
     ) -> Iterator[tuple[LeafPath, jax.Array]]:
-        abstract = leaves_of(model.abstract_params(dtype))
+        groups = _grouped(leaves_of(model.abstract_params(dtype)).items())
         with _checkpointer() as checkpointer:
-            self._check(checkpointer, abstract)
-            groups: dict[LeafPath, dict[LeafPath, Any]] = {}
-            for path, leaf in abstract.items():
-                groups.setdefault(path[:2], {})[path] = leaf
-            for group in groups.values():
-                yield from self._restore(checkpointer, group, places)
+            self._check(checkpointer, groups)
+            for name, group in groups.items():
+                yield from self._restore(checkpointer, name, group, places)
 
-    def _check(self, checkpointer: Any, abstract: dict[LeafPath, Any]) -> None:
+    def _check(self, checkpointer: Any, groups: "_Groups") -> None:
         """Names and shapes, before anything is read."""
-        try:
-            stored = _flat(checkpointer.metadata(self._folder / _PARAMS).item_metadata.tree)
-        except (ValueError, OSError, KeyError) as error:
-            raise WeightsError(f"{self._folder / _PARAMS} is damaged or truncated: {error}") from error
-        expected = {_key(path): tuple(leaf.shape) for path, leaf in abstract.items()}
+        stored, expected = {}, {}
+        for name, group in groups.items():
+            expected |= {f"{name}.{path[-1]}": tuple(leaf.shape) for path, leaf in group.items()}
+            stored |= {f"{name}.{leaf}": shape for leaf, shape in self._shapes(checkpointer, name).items()}
         if missing := [name for name in expected if name not in stored]:
             raise WeightsError(f"{self.name}: missing tensors: {listed(missing)}; the checkpoint is incomplete")
         if extra := [name for name in stored if name not in expected]:
@@ -67,28 +66,34 @@ class OrbaxCheckpoint(Checkpoint):
         if wrong:
             raise WeightsError(f"{self.name}: {listed(wrong)}; config and weights do not belong together")
 
+    def _shapes(self, checkpointer: Any, name: str) -> dict[str, tuple[int, ...]]:
+        folder = self._folder / _PARAMS / name
+        if not folder.is_dir():
+            return {}
+        with _damage_named(folder):
+            tree = checkpointer.metadata(folder).item_metadata.tree
+            return {leaf: tuple(value.shape) for leaf, value in tree.items()}
+
     def _restore(
-        self, checkpointer: Any, group: dict[LeafPath, Any], places: dict[LeafPath, Any]
+        self, checkpointer: Any, name: str, group: dict[LeafPath, Any], places: dict[LeafPath, Any]
     ) -> Iterator[tuple[LeafPath, jax.Array]]:
         import orbax.checkpoint as ocp
 
         default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        item, how = {}, {}
-        for path, leaf in group.items():
-            sharding = places[path] or default
-            _set(item, path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
-            _set(how, path, ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=sharding, global_shape=leaf.shape))
-        args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
-        try:
-            restored = checkpointer.restore(self._folder / _PARAMS, args=args)
-        except (ValueError, OSError) as error:
-            raise WeightsError(f"{self._folder / _PARAMS} is damaged or truncated: {error}") from error
+        how = {
+            path[-1]: ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=places[path] or default, global_shape=leaf.shape)
+            for path, leaf in group.items()
+        }
+        folder = self._folder / _PARAMS / name
+        with _damage_named(folder):
+            item = {path[-1]: leaf for path, leaf in group.items()}
+            restored = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=item, restore_args=how))
         for path in group:
-            yield path, _pop(restored, path)
+            yield path, restored.pop(path[-1])
 
 
-def save(params: dict[str, Any], checkpoint: Checkpoint, path: Path) -> None:
-    """Writes `params` (per-layer form) as an Orbax checkpoint, with the configuration and tokenizer of `checkpoint`.
+def save(leaves: Iterable[tuple[LeafPath, jax.Array]], checkpoint: Checkpoint, path: Path) -> None:
+    """Writes leaves, in the model's order, as an Orbax checkpoint, with configuration and tokenizer of `checkpoint`.
 
     Raises:
       WeightsError: `path` exists.
@@ -103,39 +108,35 @@ def save(params: dict[str, Any], checkpoint: Checkpoint, path: Path) -> None:
         (path / "generation_config.json").write_text(json.dumps(checkpoint.generation_config, indent=2))
     if (tokenizer := checkpoint.tokenizer()) is not None:
         tokenizer.save(path)
-    layers = {str(i): layer for i, layer in enumerate(params["layers"])}
     with _checkpointer() as checkpointer:
-        checkpointer.save(path.absolute() / _PARAMS, args=ocp.args.PyTreeSave({**params, "layers": layers}))
+        for name, group in itertools.groupby(leaves, key=lambda leaf: _group_name(leaf[0])):
+            tree = {path[-1]: leaf for path, leaf in group}
+            checkpointer.save(path.absolute() / _PARAMS / name, args=ocp.args.PyTreeSave(tree))
 
 
 def _checkpointer() -> Any:
     import orbax.checkpoint as ocp  # here, as the import takes seconds
 
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(save_concurrent_gb=1, restore_concurrent_gb=1))
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
 
-def _key(path: LeafPath) -> str:
-    return ".".join(map(str, path))
+_Groups = dict[str, dict[LeafPath, Any]]  # "outer", "layer_0", ... -> its leaves
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """ "layers.3.qkv" -> shape."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = tuple(value.shape)
-    return found
+def _group_name(path: LeafPath) -> str:
+    return "outer" if len(path) == 1 else f"layer_{path[1]}"
 
 
-def _set(tree: dict, path: LeafPath, value: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(str(name), {})
-    tree[path[-1]] = value
+def _grouped(leaves: Iterable[tuple[LeafPath, Any]]) -> _Groups:
+    groups: _Groups = {}
+    for path, leaf in leaves:
+        groups.setdefault(_group_name(path), {})[path] = leaf
+    return groups
 
 
-def _pop(tree: dict, path: LeafPath) -> Any:
-    for name in path[:-1]:
-        tree = tree[str(name)]
-    return tree.pop(path[-1])
+@contextlib.contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, KeyError) as error:
+        raise WeightsError(f"{folder} is damaged or truncated: {error}") from error
