@@ -22,7 +22,7 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.llm import LLM
+    from jaxserve.engine import LLMEngine
 
 URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _RENAMED = {"max_completion_tokens": "max_tokens"}
@@ -151,8 +151,8 @@ class Batch:
     At most `max_in_flight` rows are in the engine; finished rows wait only for slower ones before them.
     """
 
-    def __init__(self, llm: "LLM", rows: JsonLines, *, model_name: str, max_in_flight: int = 64):
-        self._llm, self._engine, self._source, self._model_name = llm, llm.engine, rows, model_name
+    def __init__(self, engine: "LLMEngine", rows: JsonLines, *, model_name: str, max_in_flight: int = 64):
+        self._engine, self._rows, self._model_name = engine, rows, model_name
         self._max_in_flight = max_in_flight
         self._running: dict[str, Row] = {}
         self._finished: dict[int, dict[str, Any]] = {}
@@ -160,10 +160,10 @@ class Batch:
 
     def __iter__(self) -> Generator[dict[str, Any]]:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._max_in_flight)
-        rows = iter(grain.MapDataset.source(self._source).map(parse_row).to_iter_dataset(options))
+        rows = iter(grain.MapDataset.source(self._rows).map(parse_row).to_iter_dataset(options))
         try:
             next_number = 0
-            while next_number < len(self._source):
+            while next_number < len(self._rows):
                 self._fill(rows)
                 if self._running:
                     self._step()
@@ -187,14 +187,20 @@ class Batch:
     def _submit(self, row: Row) -> None:
         if row.model not in (None, self._model_name):
             raise ValueError(f"model must be {self._model_name!r}, the one that is loaded, got {row.model!r}")
-        options = {**self._llm.default_sampling_options, **row.options}
-        params = SamplingParams.of(**options, output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = row.prompt
-        if row.kind == "chat":
-            prompt = self._engine.tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, tokenize=True)
+        defaults = vars(self._engine.default_sampling_params)
+        params = SamplingParams.of(**{**defaults, **row.options, "output_kind": RequestOutputKind.FINAL_ONLY})
+        prompt = self._chat_prompt(row.prompt) if row.kind == "chat" else row.prompt
         request_id = f"batch-{row.number}"
         self._engine.add_request(request_id, prompt, params)
         self._running[request_id] = row
+
+    def _chat_prompt(self, messages: Any) -> list[int]:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer: give prompts as lists of token ids")
+        token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        assert isinstance(token_ids, list)
+        return token_ids
 
     def _step(self) -> None:
         for output in self._engine.step():
@@ -213,7 +219,7 @@ class Batch:
 
 
 def run_batch(
-    llm: "LLM",
+    engine: "LLMEngine",
     rows: JsonLines,
     target: Path,
     *,
@@ -227,7 +233,7 @@ def run_batch(
     """
     if target.exists() and target.samefile(rows.path):
         raise ValueError(f"the output must be another file than the input, got {target} for both")
-    batch = Batch(llm, rows, model_name=model_name)
+    batch = Batch(engine, rows, model_name=model_name)
     start = time.monotonic()
     with target.open("w", encoding="utf-8") as file, contextlib.closing(iter(batch)) as lines:
         for line in lines:

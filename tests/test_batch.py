@@ -1,14 +1,18 @@
 """Batch jobs over a fake engine: what a row may look like, what it gets back, in which order."""
 
+import contextlib
 import json
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from jaxserve.batch import BadRow, JsonLines, Row, parse_row, run_batch
+from jaxserve.cli import run as run_command
 from jaxserve.exceptions import RequestError
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.sampling_params import SamplingParams
 
 
 class FakeEngine:
@@ -16,6 +20,7 @@ class FakeEngine:
 
     def __init__(self):
         self.tokenizer = SimpleNamespace(apply_chat_template=self._template)
+        self.default_sampling_params = SamplingParams(temperature=0.5)
         self.running = {}
         self.most_running = 0
         self.aborted = []
@@ -50,34 +55,38 @@ class FakeEngine:
 
 
 @pytest.fixture
-def llm():
-    return SimpleNamespace(engine=FakeEngine(), default_sampling_options={"temperature": 0.5})
+def engine():
+    return FakeEngine()
 
 
-def run(llm, tmp_path, rows):
+def run(engine, tmp_path, rows):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    totals = run_batch(llm, JsonLines(source), target, model_name="demo")
+    totals = run_batch(engine, JsonLines(source), target, model_name="demo")
     return [json.loads(line) for line in target.read_text().splitlines()], totals
+
+
+def chat(text, **options):
+    return {"messages": [{"role": "user", "content": text}], **options}
 
 
 def parse(row):
     return parse_row((0, json.dumps(row).encode()))
 
 
-def test_answers_come_in_the_order_of_the_rows_with_their_ids(llm, tmp_path):
+def test_answers_come_in_the_order_of_the_rows_with_their_ids(engine, tmp_path):
     rows = [{"custom_id": f"id-{i}", "prompt": f"prompt {i}"} for i in range(20)]
-    lines, totals = run(llm, tmp_path, rows)
+    lines, totals = run(engine, tmp_path, rows)
     assert [line["custom_id"] for line in lines] == [row["custom_id"] for row in rows]
     assert [line["response"]["body"]["choices"][0]["text"] for line in lines] == [row["prompt"] for row in rows]
     assert (totals.done, totals.failed) == (20, 0)
     assert totals.generated_tokens == sum(len(row["prompt"]) for row in rows)
 
 
-def test_an_openai_chat_row_gets_a_chat_completion(llm, tmp_path):
+def test_an_openai_chat_row_gets_a_chat_completion(engine, tmp_path):
     body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    (line,), _ = run(llm, tmp_path, [row])
+    (line,), _ = run(engine, tmp_path, [row])
     answer = line["response"]["body"]
     assert line["error"] is None
     assert line["response"]["status_code"] == 200
@@ -88,7 +97,7 @@ def test_an_openai_chat_row_gets_a_chat_completion(llm, tmp_path):
     assert abs(answer["created"] - time.time()) < 60
 
 
-def test_bad_rows_get_an_error_and_stop_no_other(llm, tmp_path):
+def test_bad_rows_get_an_error_and_stop_no_other(engine, tmp_path):
     bad = {
         "not json": "{",
         "not an object": "[1]",
@@ -104,7 +113,7 @@ def test_bad_rows_get_an_error_and_stop_no_other(llm, tmp_path):
         "refused by the engine": {"prompt": "too long"},
     }
     rows = [row for entry in bad.values() for row in (entry, {"prompt": "good"})]
-    lines, totals = run(llm, tmp_path, rows)
+    lines, totals = run(engine, tmp_path, rows)
     assert [line["error"] is None for line in lines] == [False, True] * len(bad)
     assert all((line["response"] is None) == (line["error"] is not None) for line in lines)
     assert (totals.done, totals.failed) == (2 * len(bad), len(bad))
@@ -116,58 +125,53 @@ def test_bad_rows_get_an_error_and_stop_no_other(llm, tmp_path):
     assert lines[4]["custom_id"] == "x"
 
 
-def test_only_a_window_of_rows_is_in_the_engine(llm, tmp_path):
-    run(llm, tmp_path, [{"prompt": str(i)} for i in range(200)])
-    assert 1 < llm.engine.most_running <= 64
+def test_only_a_window_of_rows_is_in_the_engine(engine, tmp_path):
+    run(engine, tmp_path, [{"prompt": str(i)} for i in range(200)])
+    assert 1 < engine.most_running <= 64
 
 
-def test_the_models_defaults_hold_where_a_row_is_silent(llm, tmp_path):
+def test_the_models_defaults_hold_where_a_row_is_silent(engine, tmp_path):
     seen = []
-    add = llm.engine.add_request
-    llm.engine.add_request = lambda id_, prompt, params: (seen.append(params), add(id_, prompt, params))
-    run(
-        llm,
-        tmp_path,
-        [{"prompt": "a"}, {"prompt": "a", "temperature": 0.0}, {"messages": [{"role": "u", "content": ""}]}],
-    )
+    add = engine.add_request
+    engine.add_request = lambda id_, prompt, params: (seen.append(params), add(id_, prompt, params))
+    run(engine, tmp_path, [{"prompt": "a"}, {"prompt": "a", "temperature": 0.0}, chat("a")])
     assert [params.temperature for params in seen] == [0.5, 0.0, 0.5]
     assert [params.max_tokens for params in seen] == [16, 16, None]  # a chat goes on until its end
 
 
-def test_chat_logprobs_hold_the_sampled_token_and_the_top(llm, tmp_path):
-    row = {"messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 1}
-    (line,), _ = run(llm, tmp_path, [row])
+def test_chat_logprobs_hold_the_sampled_token_and_the_top(engine, tmp_path):
+    (line,), _ = run(engine, tmp_path, [chat("A", logprobs=True, top_logprobs=1)])
     (entry,) = line["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert (entry["token"], entry["logprob"], entry["bytes"]) == ("A", -1.0, [65])
     assert [top["token"] for top in entry["top_logprobs"]] == ["\0"]
 
 
-def test_completion_logprobs_are_lists_by_token(llm, tmp_path):
-    (line,), _ = run(llm, tmp_path, [{"prompt": "AB", "logprobs": 1}])
+def test_completion_logprobs_are_lists_by_token(engine, tmp_path):
+    (line,), _ = run(engine, tmp_path, [{"prompt": "AB", "logprobs": 1}])
     logprobs = line["response"]["body"]["choices"][0]["logprobs"]
     assert (logprobs["tokens"], logprobs["token_logprobs"]) == (["A", "B"], [-1.0, -1.0])
     assert logprobs["top_logprobs"][0] == {"A": -1.0, "\0": -0.5}
 
 
-def test_the_input_is_never_overwritten(llm, tmp_path):
+def test_the_input_is_never_overwritten(engine, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n')
     with pytest.raises(ValueError, match="another file than the input"):
-        run_batch(llm, JsonLines(source), source, model_name="demo")
+        run_batch(engine, JsonLines(source), source, model_name="demo")
     assert source.read_text() == '{"prompt": "a"}\n'
 
 
-def test_an_interrupted_run_leaves_no_request_behind(llm, tmp_path):
+def test_an_interrupted_run_leaves_no_request_behind(engine, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n' * 3)
 
     def interrupt():
         raise KeyboardInterrupt
 
-    llm.engine.step = interrupt
+    engine.step = interrupt
     with pytest.raises(KeyboardInterrupt):
-        run_batch(llm, JsonLines(source), tmp_path / "out.jsonl", model_name="demo")
-    assert llm.engine.aborted == ["batch-0", "batch-1", "batch-2"]
+        run_batch(engine, JsonLines(source), tmp_path / "out.jsonl", model_name="demo")
+    assert engine.aborted == ["batch-0", "batch-1", "batch-2"]
 
 
 def test_lines_are_found_by_index_and_empty_ones_are_no_rows(tmp_path):
@@ -212,3 +216,47 @@ def test_an_unreadable_row_says_why(row, message):
     parsed = parse(row)
     assert isinstance(parsed, BadRow)
     assert message in parsed.message
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def command(engine, monkeypatch, capfd):
+    """Runs `jaxserve batch ...` over the fake engine -> (exit code, stdout, stderr)."""
+    llm = contextlib.nullcontext(SimpleNamespace(llm_engine=engine))
+    monkeypatch.setattr("jaxserve.cli.engine.start", lambda options: llm)
+
+    def command(*arguments):
+        code = run_command(["batch", "--model", "demo", *map(str, arguments)])
+        return code, *capfd.readouterr()
+
+    return command
+
+
+def test_the_command_prints_its_totals(command, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "abc"}\n{"prompt": 7}\n')
+    code, out, _ = command(source, target, "--json")
+    totals = json.loads(out)
+    assert code == 0
+    assert (totals["rows"], totals["failed"], totals["prompt_tokens"], totals["generated_tokens"]) == (2, 1, 3, 3)
+    assert totals["generated_tokens_per_s"] == pytest.approx(3 / totals["elapsed_s"])
+    assert target.read_text().count("\n") == 2
+    code, out, _ = command(source, target)
+    assert out.startswith("2 rows, 1 failed, 3 tokens in ")
+
+
+def test_a_missing_input_is_told_in_one_line(command, tmp_path):
+    code, out, err = command(tmp_path / "none.jsonl", tmp_path / "out.jsonl")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "none.jsonl" in err
+
+
+def test_without_grain_the_command_says_what_to_install(command, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    monkeypatch.delitem(sys.modules, "jaxserve.batch")
+    code, _, err = command(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert code == 2
+    assert 'pip install "jaxserve[batch]"' in err

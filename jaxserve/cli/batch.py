@@ -30,9 +30,8 @@ def batch(
             raise
         raise ValueError('batch reads through Grain: pip install "jaxserve[batch]"') from error
     rows = JsonLines(source)  # before the model, so that a wrong path is told at once
-    llm = driver.start(engine)
-    with _progress(len(rows)) as on_row:
-        totals = run_batch(llm, rows, target, model_name=engine["model"], on_row=on_row)
+    with driver.start(engine) as llm, _progress(len(rows)) as on_row:
+        totals = run_batch(llm.llm_engine, rows, target, model_name=engine["model"], on_row=on_row)
     if as_json:
         print(json.dumps({"rows": totals.num_rows, "failed": totals.failed, **_tokens(totals)}))
     else:
