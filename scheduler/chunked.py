@@ -1,6 +1,6 @@
 """Chunked prefill: the budget that decodes leave goes to prompts, cut to fit (Sarathi-Serve, arXiv 2403.02310)."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.request import Request
@@ -23,6 +23,9 @@ class ChunkedPrefill:
             return num_left if num_left <= budget else 0
         return min(num_left, budget, self._threshold or num_left)
 
-    def span(self, requests: Collection[Request]) -> tuple[tuple[int, int] | None, bool]:
-        """The layers `[lo, hi)` that this step's prefill rows pass (None = all), and whether the last is among them."""
+    def span(self, picked: Mapping[Request, int]) -> tuple[tuple[int, int] | None, bool]:
+        """The layers `[lo, hi)` that this step's prefill rows pass (None = all), and whether the last is among them.
+
+        `picked` is what came of the answers above: request -> query tokens, for those that got pages and a slot.
+        """
         return None, True

@@ -34,7 +34,9 @@ class WaitingQueue:
         if self.max_requests is not None and len(self) >= self.max_requests:
             raise QueueFull(f"max_num_queued_reqs is {self.max_requests} and as many requests wait; try again later")
         num_tokens = self._num_tokens + request.num_prompt_tokens
-        if self.max_tokens is not None and num_tokens > self.max_tokens:
+        if (
+            self.max_tokens is not None and num_tokens > self.max_tokens and len(self)
+        ):  # an empty queue takes any prompt
             raise QueueFull(
                 f"max_num_queued_tokens is {self.max_tokens}, {self._num_tokens} wait and this prompt has "
                 f"{request.num_prompt_tokens}; try again later"
