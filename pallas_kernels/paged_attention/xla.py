@@ -1,33 +1,180 @@
-"""Paged attention in plain XLA (first form: dense over the whole page table)."""
+"""Paged attention in plain XLA: the CPU path, and the fallback of other backends.
+
+How it works: a *tile* is a few query rows of W sequences. `_tile` walks over the blocks of keys and values that the
+tile can see, with an online softmax (arXiv 2205.14135), and stops at the last one: its trip count is data, so the
+width of the page table costs nothing. The decode region is cut into groups of sequences of similar length, the prefill
+region into tiles of consecutive tokens of one sequence. Loops run over the groups and tiles that exist.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+
+NOTHING = -1e30  # score of what a row must not see; finite, so that exp(NOTHING - NOTHING) is not NaN
 
 
-def paged_attention(q, kv, layer, batch, *, scale, sliding_window=None, soft_cap=None):
-    rows, N, H = q.shape
-    K = kv.k.shape[-2]
-    S = batch.page_table.shape[0]
-    if batch.cu_q_lens is None:
-        seq = jnp.arange(rows) // batch.max_q_len
-        pos = batch.kv_lens[seq] - batch.max_q_len + jnp.arange(rows) % batch.max_q_len
-    else:
-        seq = jnp.searchsorted(batch.cu_q_lens, jnp.arange(rows), side="right") - 1
-        real = seq < S
-        seq = jnp.minimum(seq, S - 1)
-        pos = jnp.where(real, batch.kv_lens[seq] - batch.cu_q_lens[seq + 1] + jnp.arange(rows), -1)
-    k = kv.k[layer, batch.page_table].reshape(S, -1, K, H)
-    v = kv.v[layer, batch.page_table].reshape(S, -1, K, H)
-    j = jnp.arange(k.shape[1])
-    v = jnp.where((j[None] < batch.kv_lens[:, None])[:, :, None, None], v, 0)
-    qg = q.reshape(rows, K, N // K, H).astype(jnp.float32)
-    s = jnp.einsum("tkgh,tjkh->tkgj", qg, k[seq].astype(jnp.float32)) * scale
-    s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
-    mask = j[None] <= pos[:, None]
-    if sliding_window is not None:
-        mask &= pos[:, None] - j[None] < sliding_window
-    s = jnp.where(mask[:, None, None, :], s, -jnp.inf)
-    lse = jax.nn.logsumexp(s, axis=-1)
-    p = jnp.where(mask[:, None, None, :], jnp.exp(s - jnp.where(jnp.isinf(lse), 0, lse)[..., None]), 0.0)
-    out = jnp.einsum("tkgj,tjkh->tkgh", p, v[seq].astype(jnp.float32))
-    return out.reshape(rows, N, H).astype(q.dtype), lse.reshape(rows, N)
+class _Reader(NamedTuple):
+    """What every tile of one call shares."""
+
+    kv: KVCache
+    layer: int | Array
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+
+def paged_attention(
+    q: Array,  # [rows, N, H]
+    kv: KVCache,
+    layer: int | Array,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> tuple[Array, Array]:
+    """Output `[rows, N, H]` in q.dtype and float32 log-sum-exp `[rows, N]`; see the package's `paged_attention`."""
+    reader = _Reader(kv, layer, scale, sliding_window, soft_cap)
+    K, H = kv.k.shape[-2:]
+    heads = q.reshape(q.shape[0], K, -1, H)
+    region = _decode if batch.cu_q_lens is None else _prefill
+    out, lse = region(heads, batch, reader)
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:2])
+
+
+def _decode(q: Array, batch: AttentionBatch, reader: _Reader) -> tuple[Array, Array]:
+    """q [B * max_q_len, K, G, H]."""
+    rows, K, G, H = q.shape
+    B, Q = batch.kv_lens.shape[0], batch.max_q_len
+    W = decode_group(B)
+    order = jnp.argsort(batch.kv_lens)  # so that sequences of similar length share a group
+    q = q.reshape(B, Q, K, G, H).transpose(0, 2, 1, 3, 4)[order]  # [B, K, Q, G, H]
+    page_table, kv_lens = batch.page_table[order], batch.kv_lens[order]
+    positions = kv_lens[:, None] - Q + jnp.arange(Q)[None]
+
+    def group(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        mine = lambda x: jax.lax.dynamic_slice_in_dim(x, i * W, W)  # noqa: E731
+        new = _tile(mine(q), mine(positions), mine(page_table), mine(kv_lens), reader)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * W, 0), carry, new)
+
+    out, lse = jax.lax.fori_loop(
+        0, B // W, group, (jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32))
+    )
+    back = jnp.argsort(order)
+    out, lse = out[back].transpose(0, 2, 1, 3, 4), lse[back].transpose(0, 2, 1, 3)
+    return out.reshape(rows, K, G, H), lse.reshape(rows, K, G)
+
+
+def _prefill(q: Array, batch: AttentionBatch, reader: _Reader) -> tuple[Array, Array]:
+    """q [T, K, G, H], packed.
+
+    Tiles come in the order of their rows. One that reaches past its sequence's end leaves zeros in rows of the next
+    sequence, whose own tiles come later and overwrite them.
+    """
+    T = q.shape[0]
+    assert batch.cu_q_lens is not None
+    size = prefill_tile(T)
+    starts, q_lens = batch.cu_q_lens[:-1], jnp.diff(batch.cu_q_lens)
+    num_tiles = -(-q_lens // size)
+    ends = jnp.cumsum(num_tiles)  # of each sequence in the list of tiles
+    padded = jnp.pad(q, ((0, size), (0, 0), (0, 0), (0, 0)))
+
+    def tile(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        s = jnp.searchsorted(ends, i, side="right")
+        first = (i - (ends[s] - num_tiles[s])) * size  # in the sequence's rows
+        row = first + jnp.arange(size)
+        positions = jnp.where(row < q_lens[s], batch.kv_lens[s] - q_lens[s] + row, -1)
+        start = starts[s] + first
+        mine = jax.lax.dynamic_slice_in_dim(padded, start, size).transpose(1, 0, 2, 3)[None]
+        out, lse = _tile(mine, positions[None], batch.page_table[s][None], batch.kv_lens[s][None], reader)
+        new = (out[0].transpose(1, 0, 2, 3), lse[0].transpose(1, 0, 2))
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), carry, new)
+
+    empty = (jnp.zeros(padded.shape, jnp.float32), jnp.full(padded.shape[:-1], -jnp.inf, jnp.float32))
+    out, lse = jax.lax.fori_loop(0, ends[-1], tile, empty)
+    return out[:T], lse[:T]
+
+
+def _tile(q: Array, positions: Array, page_table: Array, kv_lens: Array, reader: _Reader) -> tuple[Array, Array]:
+    """Attention of query rows to the pages of their sequences.
+
+    Args:
+        q: [W, K, R, G, H]. positions: i32 [W, R], ascending in R; -1 or less sees nothing.
+        page_table: i32 [W, max_pages]. kv_lens: i32 [W].
+    Returns:
+        Output [W, K, R, G, H] and log-sum-exp [W, K, R, G], float32.
+    """
+    W, K, R, G, H = q.shape
+    block = kv_block(W, R, page_size=reader.kv.page_size)
+    first, num_blocks = _visible_blocks(positions, reader.sliding_window, block)
+    q = q.reshape(W, K, R * G, H).astype(jnp.float32) * reader.scale
+    row_position = jnp.repeat(positions, G, axis=1)[:, None, :, None]  # [W, 1, R * G, 1]
+
+    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, top, total = carry
+        at = (first + i)[:, None] * block + jnp.arange(block)[None]  # [W, block], positions of this block
+        rows = _cache_rows(page_table, at, reader)
+        k = _gather(reader.kv.k, rows)
+        scores = jnp.einsum("wkrh,wkjh->wkrj", q, k)
+        if reader.soft_cap is not None:
+            scores = reader.soft_cap * jnp.tanh(scores / reader.soft_cap)
+        distance = row_position - at[:, None, None, :]
+        visible = distance >= 0
+        if reader.sliding_window is not None:
+            visible &= distance < reader.sliding_window
+        scores = jnp.where(visible, scores, NOTHING)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        p = jnp.exp(scores - new_top[..., None])
+        decay = jnp.exp(top - new_top)
+        # Slots past the end may hold anything, NaN too, and 0 * NaN is NaN
+        v = jnp.where((at < kv_lens[:, None])[:, None, :, None], _gather(reader.kv.v, rows), 0.0)
+        acc = acc * decay[..., None] + jnp.einsum("wkrj,wkjh->wkrh", p, v)
+        return acc, new_top, total * decay + jnp.sum(p, axis=-1)
+
+    zero = jnp.zeros(q.shape[:-1], jnp.float32)
+    acc, top, total = jax.lax.fori_loop(0, num_blocks, body, (jnp.zeros_like(q), zero + NOTHING, zero))
+    empty = top == NOTHING
+    out = jnp.where(empty[..., None], 0.0, acc / jnp.where(empty, 1.0, total)[..., None])
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+    return out.reshape(W, K, R, G, H), lse.reshape(W, K, R, G)
+
+
+def _visible_blocks(positions: Array, window: int | None, block: int) -> tuple[Array, Array]:
+    """The first block that each sequence of a tile sees [W], and how many the tile must walk."""
+    last = jnp.max(positions, axis=1)
+    lowest = jnp.min(jnp.where(positions < 0, last[:, None], positions), axis=1)
+    first = jnp.zeros_like(last) if window is None else jnp.maximum(lowest - window + 1, 0) // block
+    return first, jnp.max(jnp.where(last < 0, 0, last // block + 1 - first))
+
+
+def _cache_rows(page_table: Array, at: Array, reader: _Reader) -> Array:
+    """Rows of the cache seen as [L * P * page_size * K, H], for positions [W, block]: i32 [W, K, block]."""
+    _, P, page_size, K, _ = reader.kv.k.shape
+    index = jnp.minimum(at // page_size, page_table.shape[1] - 1)
+    page = jnp.take_along_axis(page_table, index, axis=1)
+    slot = (reader.layer * P + page) * page_size + at % page_size
+    return slot[:, None, :] * K + jnp.arange(K)[None, :, None]
+
+
+def _gather(cache: Array, rows: Array) -> Array:
+    """float32 [W, K, block, H]; one gather that also brings the heads to the front."""
+    return jnp.take(cache.reshape(-1, cache.shape[-1]), rows, axis=0, mode="clip").astype(jnp.float32)
+
+
+def decode_group(batch: int) -> int:
+    """Sequences a group: a divisor of the batch."""
+    return next(w for w in (8, 4, 2, 1) if batch % w == 0)
+
+
+def prefill_tile(num_tokens: int) -> int:
+    """Query tokens a tile."""
+    return min(num_tokens, 128)
+
+
+def kv_block(num_seqs: int, num_rows: int, *, page_size: int) -> int:
+    """Positions a block."""
+    return 256
