@@ -42,7 +42,7 @@ _WHERE = {
     "EngineDeadError": "exceptions",
     "WeightsError": "exceptions",
 }
-__all__ = sorted(_WHERE)  # noqa: PLE0605
+__all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:  # lazy: importing jaxserve.scheduler must not import jax

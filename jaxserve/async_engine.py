@@ -7,12 +7,13 @@ a mailbox never holds more than one output.
 """
 
 import asyncio
-import dataclasses
 import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
+
+import msgspec
 
 from jaxserve.config import EngineConfig
 from jaxserve.core_types import CoreOutput, CoreRequest
@@ -302,11 +303,11 @@ def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     for new in second.outputs:
         old = samples.get(new.index)
         samples[new.index] = new if old is None else _merge_samples(old, new)
-    return dataclasses.replace(second, outputs=[samples[index] for index in sorted(samples)])
+    return msgspec.structs.replace(second, outputs=[samples[index] for index in sorted(samples)])
 
 
 def _merge_samples(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         new,
         text=old.text + new.text,
         token_ids=[*old.token_ids, *new.token_ids],

@@ -254,7 +254,14 @@ def load_model(config: EngineConfig) -> weights.LoadedModel:
     use_compilation_cache(config.runtime.compilation_cache_dir)
     options = config.model
     return weights.load(
-        options.model, dtype=options.jax_dtype, load_format=options.load_format, revision=options.revision
+        options.model,
+        dtype=options.jax_dtype,
+        load_format=options.load_format,
+        quantization=options.quantization,
+        revision=options.revision,
+        tokenizer=options.tokenizer,
+        seed=options.seed,
+        stacked=jax.default_backend() != "cpu",
     )
 
 

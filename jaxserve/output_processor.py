@@ -15,6 +15,7 @@ class Sequence:
     """One sample of a request, as far as its tokens have arrived."""
 
     index: int
+    seq_id: int
     request: "RequestState"
     detokenizer: IncrementalDetokenizer | None
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -34,6 +35,7 @@ class RequestState:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    kind: RequestOutputKind
     metrics: RequestMetrics
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     num_unfinished: int = 0
@@ -65,12 +67,14 @@ class OutputProcessor:
             prompt=prompt,
             prompt_token_ids=cores[0].prompt_token_ids,
             params=params,
+            kind=params.output_kind,
             metrics=RequestMetrics(arrival_time=cores[0].arrival_time),
             num_unfinished=len(cores),
         )
         for index, core in enumerate(cores):
             sequence = Sequence(
                 index=index,
+                seq_id=core.seq_id,
                 request=state,
                 detokenizer=self._detokenizer(core),
                 logprobs=None if params.logprobs is None else [],
@@ -82,7 +86,9 @@ class OutputProcessor:
 
     def seq_ids(self, request_id: str) -> list[int]:
         """The sequences of a request that still run; empty for an unknown id."""
-        return [i for i, sequence in self._sequences.items() if sequence.request.request_id == request_id]
+        state = self._requests.get(request_id)
+        sequences = [] if state is None else state.sequences
+        return [sequence.seq_id for sequence in sequences if sequence.finish_reason is None]
 
     def discard(self, request_id: str) -> None:
         """Forgets a request that the core refused."""
@@ -100,7 +106,7 @@ class OutputProcessor:
         """
         outputs: list[RequestOutput] = []
         stopped: list[tuple[int, str]] = []
-        touched: dict[str, list[Sequence]] = {}
+        shared: dict[str, list[Sequence]] = {}  # requests of several samples: one output for all that moved
         for core in core_outputs:
             sequence = self._sequences.get(core.seq_id)
             if sequence is None:  # ended here by a stop string while a step was in flight
@@ -112,12 +118,14 @@ class OutputProcessor:
             if sequence.finish_reason is not None:
                 del self._sequences[core.seq_id]
                 state.num_unfinished -= 1
-            if state.params.output_kind is not RequestOutputKind.FINAL_ONLY or state.num_unfinished == 0:
-                touched.setdefault(state.request_id, []).append(sequence)
-        for request_id, sequences in touched.items():
-            state = self._requests[request_id]
-            output = self._output(state, sequences, now)
-            if output is not None:
+            if state.kind is RequestOutputKind.FINAL_ONLY and state.num_unfinished:
+                continue
+            if len(state.sequences) > 1:
+                shared.setdefault(state.request_id, []).append(sequence)
+            elif (output := self._output(state, state.sequences, now)) is not None:
+                outputs.append(output)
+        for request_id, sequences in shared.items():
+            if (output := self._output(self._requests[request_id], sequences, now)) is not None:
                 outputs.append(output)
         return outputs, stopped
 
@@ -179,15 +187,13 @@ class OutputProcessor:
         return candidates
 
     def _output(self, state: RequestState, sequences: list[Sequence], now: float) -> RequestOutput | None:
-        finished = state.num_unfinished == 0
-        kind = state.params.output_kind
+        finished = not state.num_unfinished
+        delta = state.kind is RequestOutputKind.DELTA
         if finished:
             state.metrics.finished_time = now
             del self._requests[state.request_id]
-        shown = state.sequences if kind is not RequestOutputKind.DELTA else sequences
-        delta = kind is RequestOutputKind.DELTA
-        completions = [completion(sequence, delta=delta) for sequence in shown]
-        if delta and not finished and all(_empty(c) for c in completions):
+        completions = [completion(sequence, delta) for sequence in (sequences if delta else state.sequences)]
+        if delta and not finished and not any(c.text or c.token_ids or c.finish_reason for c in completions):
             return None  # everything is held back: an unfinished character or a possible stop string
         return RequestOutput(
             request_id=state.request_id,
@@ -201,7 +207,7 @@ class OutputProcessor:
         )
 
 
-def completion(sequence: Sequence, *, delta: bool) -> CompletionOutput:
+def completion(sequence: Sequence, delta: bool) -> CompletionOutput:
     """The sample so far, or what of it was not sent yet. Cumulative outputs share the growing token list."""
     finished = sequence.finish_reason is not None
     text = "" if sequence.detokenizer is None else sequence.detokenizer.text_ready(finished)
@@ -220,7 +226,3 @@ def completion(sequence: Sequence, *, delta: bool) -> CompletionOutput:
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
     )
-
-
-def _empty(output: CompletionOutput) -> bool:
-    return not output.text and not output.token_ids and output.finish_reason is None

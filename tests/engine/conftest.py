@@ -94,17 +94,17 @@ TEST_OPTIONS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "warm_up": "off",
-    "compilation_cache_dir": None,
 }
 
 
 @pytest.fixture(scope="session")
-def make_llm(tiny_model):
-    """`make_llm(**options)` gives an `LLM` over the tiny model; all are closed at the end."""
+def make_llm(tiny_model, tmp_path_factory):
+    """`make_llm(**options)` gives an `LLM` over the tiny model; all are closed at the end, and compile only once."""
     made: list[LLM] = []
+    cache = str(tmp_path_factory.mktemp("compiled"))
 
     def make(**options) -> LLM:
-        made.append(LLM(tiny_model, **(TEST_OPTIONS | options)))
+        made.append(LLM(tiny_model, **(TEST_OPTIONS | {"compilation_cache_dir": cache} | options)))
         return made[-1]
 
     yield make

@@ -1,0 +1,140 @@
+"""Host time of one engine step with a null model: what the device never has to wait for.
+
+256 running sequences decode; the device's programs are replaced by functions that return at once, everything else is
+the engine's own code. Reported for short and long contexts, since host time must not grow with them:
+
+    schedule + build   Scheduler.schedule, packing the plan, both dispatches without their compiled calls
+    commit + outputs   reading the tokens, Scheduler.commit, detokenising, DELTA outputs for every sequence
+
+    python benchmarks/host_overhead.py
+"""
+
+import statistics
+import time
+
+import numpy as np
+
+from benchmarks._report import Row, report
+from jaxserve.config import RunnerConfig
+from jaxserve.core_types import CoreOutput, CoreRequest
+from jaxserve.layers.sampler import Sampled
+from jaxserve.output_processor import OutputProcessor
+from jaxserve.runner import Runner
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.scheduler import PagePool, Request, Scheduler, SchedulerConfig
+from jaxserve.weights.loader import open_tokenizer
+
+NUM_SEQS, PAGE_SIZE, NUM_STEPS = 256, 64, 400
+SCHEDULE_TARGET_MS, COMMIT_TARGET_MS = 0.3, 1.0
+
+
+class HostArray(np.ndarray):
+    def copy_to_host_async(self) -> None:
+        pass
+
+
+class NullPrograms:
+    """Compiled programs that cover every key and do nothing."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def get(self, key):
+        return key, self._function
+
+
+class NullRunner(Runner):
+    """A runner without device: packs plans as ever, and samples token 65 + slot % 26."""
+
+    def __init__(self, config: RunnerConfig):
+        self._config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
+        self.kv, self._sequences, self._sampling = {}, None, None
+        self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
+        self._forward = NullPrograms(lambda params, kv, sequences, ints: (None, None, kv, sequences))
+        self._sample = NullPrograms(self._null_sample)
+        self._update_tables = lambda sequences, rows: sequences
+        self._start_slots = lambda sequences, sampling, ints, floats: (sequences, sampling)
+
+    @staticmethod
+    def _null_sample(head, hidden, rows, sequences, sampling):
+        tokens = (65 + rows % 26).view(HostArray)
+        return Sampled(tokens, None, None, None, None), sequences, sampling
+
+
+def measure(context_len: int) -> tuple[float, float]:
+    """Median milliseconds of (schedule + build, commit + outputs) at `context_len` tokens a sequence."""
+    pages = NUM_SEQS * (-(-(context_len + NUM_STEPS + 8) // PAGE_SIZE)) + 1
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=NUM_SEQS, max_num_batched_tokens=64 * context_len, max_model_len=context_len + NUM_STEPS + 8
+    )
+    runner_config = RunnerConfig(
+        max_num_seqs=NUM_SEQS,
+        max_model_len=context_len + NUM_STEPS + 8,
+        page_size=PAGE_SIZE,
+        num_pages=pages,
+        max_logprobs=20,
+        min_decode_rows=1,
+        mixed_decode_rows=(16, 64, 256),
+        prefill_tokens=(64 * context_len,),
+    )
+    scheduler = Scheduler(scheduler_config, PagePool(num_pages=pages, page_size=PAGE_SIZE))
+    runner, outputs = NullRunner(runner_config), OutputProcessor(open_tokenizer("smollm2-135m", revision=None))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NUM_STEPS + 4, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    for i in range(NUM_SEQS):
+        core = CoreRequest(seq_id=i, prompt_token_ids=[i] * context_len, params=params, eos_token_ids=[])
+        request = Request(request_id=i, prompt_token_ids=core.prompt_token_ids, max_tokens=NUM_STEPS + 4, sampling=core)
+        outputs.add(str(i), None, params, [core])
+        scheduler.add(request)
+    build_s, commit_s, previous = [], [], None
+    while scheduler.has_unfinished():
+        start = time.perf_counter()
+        plan = scheduler.schedule(start)
+        future = None if plan is None else runner.dispatch(plan)
+        middle = time.perf_counter()
+        if previous is not None:
+            updates = scheduler.commit(previous.plan, previous.result(), middle)
+            cores = [
+                CoreOutput(
+                    seq_id=u.request.request_id,
+                    new_token_ids=u.new_token_ids,
+                    finish_reason=u.finish_reason,
+                    stop_reason=u.stop_reason,
+                )
+                for u in updates
+            ]
+            outputs.process(cores, middle)
+            if plan is not None and len(plan.decode) == len(previous.plan.decode) == NUM_SEQS:
+                build_s.append(middle - start)
+                commit_s.append(time.perf_counter() - middle)
+        previous = future
+    assert len(build_s) > NUM_STEPS // 2, f"only {len(build_s)} steady steps to measure"
+    return 1e3 * statistics.median(build_s), 1e3 * statistics.median(commit_s)
+
+
+def main() -> None:
+    rows = []
+    for context_len in (128, 32768):
+        build_ms, commit_ms = measure(context_len)
+        rows += [
+            Row(
+                name=f"tpot_host_schedule_{context_len}",
+                value=build_ms,
+                unit="ms",
+                target=SCHEDULE_TARGET_MS,
+                lower_is_better=True,
+            ),
+            Row(
+                name=f"tpot_host_commit_{context_len}",
+                value=commit_ms,
+                unit="ms",
+                target=COMMIT_TARGET_MS,
+                lower_is_better=True,
+            ),
+        ]
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()

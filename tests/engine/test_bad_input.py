@@ -1,0 +1,213 @@
+"""What bad input gets: one clear error for the caller, and nothing for anybody else."""
+
+import pytest
+
+from jaxserve import LLM, ParameterError, QueueFullError, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+VOCAB = 320
+
+
+def goes_on(llm):
+    """The engine still serves, and its pool balances."""
+    output = llm.generate("The", GREEDY, use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == 4
+    llm.llm_engine.core.scheduler.pool.check()
+
+
+BAD_PROMPTS = [
+    ("", RequestError, "prompt is empty"),
+    ([], RequestError, "prompt is empty"),
+    ([1] * 128, RequestError, "128 tokens, but max_model_len is 128"),
+    ([1] * 500, RequestError, "500 tokens, but max_model_len is 128"),
+    ([1, 10**6], ParameterError, r"prompt token ids must be in the vocabulary \[0, \d+\), got 1000000"),
+    ([1, -1], ParameterError, "prompt token ids must be in the vocabulary"),
+    (7, TypeError, "must be a str"),
+    ([1.5], TypeError, "a prompt must be a str or a list of token ids"),
+    ([True], TypeError, "a prompt must be a str or a list of token ids"),
+    ({"prompt": "x"}, TypeError, "must be a str"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS, ids=[str(p)[:12] for p, *_ in BAD_PROMPTS])
+def test_a_bad_prompt_is_refused_and_its_mates_are_not_run(llm, prompt, error, message):
+    batch = prompt if isinstance(prompt, int | dict) else ["The", prompt, "fox"]
+    with pytest.raises(error, match=message):
+        llm.generate(batch, GREEDY, use_tqdm=False)
+    goes_on(llm)
+
+
+def test_a_bad_request_leaves_running_ones_alone(llm):
+    engine = llm.llm_engine
+    alone = llm.generate("The quick", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    engine.add_request("good", "The quick", GREEDY)
+    engine.step()
+    for prompt in ([1] * 500, [], [10**6]):
+        with pytest.raises((RequestError, ParameterError)):
+            engine.add_request("bad", prompt, GREEDY)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [o.outputs[0].token_ids for o in outputs if o.finished] == [alone]
+
+
+def test_a_prompt_one_short_of_the_limit_gets_exactly_one_token(llm):
+    output = llm.generate([5] * 127, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+
+
+def test_max_tokens_of_none_runs_to_the_limit(llm):
+    output = llm.generate([5] * 100, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (28, "length")
+
+
+def test_a_duplicate_id_is_refused_and_the_first_is_unharmed(llm):
+    engine = llm.llm_engine
+    engine.add_request("twice", "The quick", GREEDY)
+    with pytest.raises(RequestError, match="request id 'twice' is in use"):
+        engine.add_request("twice", "fox", GREEDY)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [o.prompt for o in outputs if o.finished] == ["The quick"]
+    engine.add_request("twice", "fox", GREEDY)  # free again
+    engine.abort_request("twice")
+
+
+def test_a_full_queue_refuses_all_n_samples_of_a_request(make_llm):
+    llm = make_llm(max_num_queued_reqs=2)
+    engine = llm.llm_engine
+    engine.add_request("a", "The", GREEDY)
+    with pytest.raises(QueueFullError, match="max_num_queued_reqs is 2"):
+        engine.add_request("b", "The", SamplingParams(n=3, max_tokens=2))
+    engine.add_request("c", "The", GREEDY)
+    with pytest.raises(QueueFullError):
+        engine.add_request("d", "The", GREEDY)
+    done = set()
+    while engine.has_unfinished_requests():
+        done |= {o.request_id for o in engine.step() if o.finished}
+    assert done == {"a", "c"}
+    engine.core.scheduler.pool.check()
+
+
+def test_a_queue_limit_in_tokens_is_kept(make_llm):
+    engine = make_llm(max_num_queued_tokens=20).llm_engine
+    engine.add_request("a", [5] * 15, GREEDY)
+    with pytest.raises(QueueFullError, match="max_num_queued_tokens is 20"):
+        engine.add_request("b", [5] * 15, GREEDY)
+    engine.abort_request("a")
+
+
+OUT_OF_RANGE = [
+    ("n", 0), ("n", 1.5), ("n", 20000), ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")),
+    ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1),
+    ("min_p", 1.1), ("presence_penalty", -2.1), ("presence_penalty", 2.1), ("frequency_penalty", 2.5),
+    ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")), ("seed", 2**63), ("seed", "x"),
+    ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", [1]),
+    ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("logprobs", -2), ("prompt_logprobs", 1.0),
+    ("logit_bias", {-1: 1.0}), ("logit_bias", {1: float("nan")}), ("allowed_token_ids", []),
+    ("allowed_token_ids", [-3]), ("bad_words", [""]), ("bad_words", "word"), ("output_kind", "delta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_a_sampling_parameter_out_of_range_names_field_and_value(name, value):
+    with pytest.raises(ParameterError, match=f"^{name} must be") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.parameter == name
+
+
+FOR_THIS_MODEL = [
+    ("stop_token_ids", {"stop_token_ids": [10**6]}, "in the vocabulary"),
+    ("allowed_token_ids", {"allowed_token_ids": [10**6]}, "in the vocabulary"),
+    ("logit_bias", {"logit_bias": {10**6: 1.0}}, "in the vocabulary"),
+    ("logprobs", {"logprobs": 21}, "at most max_logprobs"),
+    ("logprobs", {"logprobs": -1}, "at most max_logprobs"),
+    ("prompt_logprobs", {"prompt_logprobs": 21}, "at most max_logprobs"),
+    ("stop_token_ids", {"stop_token_ids": list(range(100))}, "at most 63 ids"),
+    ("bad_words", {"bad_words": [f"w{i}" for i in range(40)]}, "at most 16 words"),
+    ("bad_words", {"bad_words": ["zqzqzqzqzqzqzqzqzqzq"]}, "words of at most 8 tokens"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"), FOR_THIS_MODEL, ids=[str(o)[:30] for _, o, _ in FOR_THIS_MODEL]
+)
+def test_a_parameter_that_this_model_cannot_serve_is_refused(llm, name, options, message):
+    with pytest.raises(ParameterError, match=message) as caught:
+        llm.generate("The", SamplingParams(**options), use_tqdm=False)
+    assert caught.value.parameter == name
+    goes_on(llm)
+
+
+def test_greedy_sampling_with_n_is_refused():
+    with pytest.raises(ParameterError, match="n must be 1 when temperature is 0"):
+        SamplingParams(n=2, temperature=0.0)
+
+
+def test_stop_strings_need_detokenisation():
+    with pytest.raises(ParameterError, match="stop must be empty when detokenize is False"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_unknown_keywords_are_errors_everywhere(llm, tiny_model):
+    with pytest.raises(TypeError, match="top_q"):
+        SamplingParams(top_q=1)
+    with pytest.raises(ParameterError, match="top_q must be left out"):
+        SamplingParams.of(top_q=1)
+    with pytest.raises(NotImplementedError, match="structured_outputs is not supported yet"):
+        SamplingParams.of(structured_outputs={"json": {}})
+    with pytest.raises(TypeError, match=r"unknown engine options \['block_size'\]; known: .*page_size"):
+        LLM(tiny_model, block_size=16)
+    with pytest.raises(TypeError, match="use_tqmd"):
+        llm.generate("The", GREEDY, use_tqmd=False)
+    with pytest.raises(TypeError, match="prio"):
+        llm.llm_engine.add_request("x", "The", GREEDY, prio=1)
+
+
+BAD_OPTIONS = [
+    ({"page_size": 12}, "page_size must be a power of two, got 12"),
+    ({"dtype": "int4"}, "dtype must be one of"),
+    ({"num_pages": 1}, "num_pages must be None or an integer >= 2"),
+    ({"num_pages": 8, "max_model_len": 128}, "holds 56 tokens .* lower max_model_len to 56"),
+    ({"max_model_len": 4096}, "beyond the model's max_position_embeddings 512"),
+    ({"device_memory_utilization": 1.5}, r"device_memory_utilization must be in \(0, 1\]"),
+    ({"scheduling_policy": "lifo"}, "policy must be"),
+    ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
+    ({"quantization": "int3"}, "quantization must be one of"),
+    ({"kv_cache_memory_bytes": 10, "num_pages": None}, "no room for a KV pool"),
+    ({"warm_up": "later"}, "warm_up must be one of"),
+    ({"max_num_seqs": 65}, "max_num_seqs"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[str(o) for o, _ in BAD_OPTIONS])
+def test_engine_options_that_cannot_work_are_refused_at_start(make_llm, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_llm(**options)
+
+
+def test_mismatched_lists_are_refused(llm):
+    with pytest.raises(ValueError, match=r"one a prompt \(2\), got 1"):
+        llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+    with pytest.raises(ValueError, match=r"one number a prompt \(2\), got 3"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1, 2, 3])
+
+
+def test_every_request_ends_exactly_once(make_llm):
+    llm = make_llm(num_pages=20)
+    engine = llm.llm_engine
+    ends = {}
+    for i in range(30):
+        engine.add_request(str(i), [i + 3] * (i + 1), SamplingParams(max_tokens=i % 7 + 1, ignore_eos=True))
+        if i % 5 == 4:
+            for output in [*engine.step(), *engine.abort_request(str(i - 1))]:
+                if output.finished:
+                    ends[output.request_id] = ends.get(output.request_id, 0) + 1
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                ends[output.request_id] = ends.get(output.request_id, 0) + 1
+    assert ends == {str(i): 1 for i in range(30)}
+    engine.core.scheduler.pool.check()
+    assert engine.core.scheduler.pool.num_held == 0
