@@ -74,6 +74,8 @@ class GGUFCheckpoint(TensorCheckpoint):
         if self._architecture not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
             raise WeightsError(f"{path}: architecture {self._architecture!r} is not supported; known are {known}")
+        if (num_parts := self._file.metadata.get("split.count", 0)) > 1:
+            raise WeightsError(f"{path} is one of {num_parts} parts; join them with llama-gguf-split --merge")
         self._entries = self._named_entries()
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
         self.config = _config(self._file, self._architecture)

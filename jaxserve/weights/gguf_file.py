@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.exceptions import WeightsError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _CHUNK_ELEMENTS = 1 << 19  # dequantised at a time: temporaries stay in the cache
 
 READABLE_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
@@ -131,7 +131,8 @@ class _Cursor:
             return self._array(element_type, length)
         if type_id not in _SCALARS:
             raise struct.error(f"unknown value type {type_id}")
-        return self.unpack(_SCALARS[type_id])[0]
+        (value,) = self.unpack(_SCALARS[type_id])
+        return float(str(np.float32(value))) if type_id == _FLOAT32 else value  # 1e-05, not 9.999999747378752e-06
 
     def _array(self, element_type: int, length: int) -> list:
         self._require(length)  # every element takes a byte or more: a damaged length must not allocate

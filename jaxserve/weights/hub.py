@@ -6,6 +6,7 @@ from jaxserve.exceptions import WeightsError
 
 _CONFIGS = ["*.json", "chat_template.jinja"]
 _WEIGHTS = ["*.safetensors"]
+_NOT_OURS = ["*/*", "consolidated*"]  # the same weights again, in the formats of other tools
 
 
 def download(model_id: str, *, revision: str | None, weights: bool = True) -> Path:
@@ -22,7 +23,7 @@ def download(model_id: str, *, revision: str | None, weights: bool = True) -> Pa
 
     try:
         patterns = _CONFIGS + (_WEIGHTS if weights else [])
-        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_OURS))
     except errors.GatedRepoError as error:
         raise WeightsError(f"{model_id} asks for its licence to be accepted; do so, then set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
@@ -32,4 +33,5 @@ def download(model_id: str, *, revision: str | None, weights: bool = True) -> Pa
     except errors.HFValidationError as error:
         raise WeightsError(f"{model_id!r} is no file or folder here, and no id that the hub could have") from error
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
-        raise WeightsError(f"{model_id} could not be downloaded ({error}) and is not in the cache") from error
+        reason = str(error).partition("\n")[0]
+        raise WeightsError(f"{model_id} could not be downloaded ({reason}) and is not in the cache") from error

@@ -18,6 +18,7 @@ from jaxserve.weights.dummy import SHAPES, DummyCheckpoint
 from jaxserve.weights.gguf import GGUFCheckpoint
 from jaxserve.weights.orbax import OrbaxCheckpoint, is_orbax
 from jaxserve.weights.progress import with_progress
+from jaxserve.weights.quantize import quantized
 from jaxserve.weights.safetensors import SafetensorsCheckpoint
 
 
@@ -51,7 +52,7 @@ def load(
       model_id: "smollm2-135m" (the demo model), a .gguf file, a Hugging Face folder or id, or a folder that `convert`
         wrote. With load_format "dummy" only the configuration is read, and names in `dummy.SHAPES` work too.
       dtype: of the parameters; "auto" = the checkpoint's own.
-      quantization: None; the weights stay in `dtype`.
+      quantization: "int8" holds the weights of matmuls in 8 bits (`jaxserve.layers.quantized`); None = in `dtype`.
       revision: branch, tag or commit on the hub.
       tokenizer: folder, id or .gguf file of another tokenizer.
       seed: of dummy weights.
@@ -74,7 +75,7 @@ def load(
         total = sum(map(num_bytes, abstract.values()))
         leaves = with_progress(leaves, f"Loading {checkpoint.name}", num_items=len(abstract), total_bytes=total)
     if quantization is not None:
-        raise NotImplementedError(f"quantization {quantization!r} is not supported; use None")
+        leaves = quantized(leaves, quantization, tied=model.config.tie_word_embeddings)
     if stacked:
         params = collect.as_stacks(leaves, model.layer_kinds, places)
     else:

@@ -138,5 +138,5 @@ def _grouped(leaves: Iterable[tuple[LeafPath, Any]]) -> _Groups:
 def _damage_named(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, OSError, KeyError) as error:
-        raise WeightsError(f"{folder} is damaged or truncated: {error}") from error
+    except Exception as error:  # Orbax raises plain Exception, with a page of text
+        raise WeightsError(f"{folder} is damaged or truncated: {str(error).partition('\n')[0][:300]}") from error

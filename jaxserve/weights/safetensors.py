@@ -52,9 +52,9 @@ class SafetensorsCheckpoint(TensorCheckpoint):
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Names of the folder's safetensors files: those of the index, else all."""
+    """Names of the folder's safetensors files: those of the index, else model*.safetensors."""
     index = read_json(folder / _INDEX).get("weight_map", {})
-    names = sorted(set(index.values())) or sorted(path.name for path in folder.glob("*.safetensors"))
+    names = sorted(set(index.values())) or sorted(path.name for path in folder.glob("model*.safetensors"))
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise WeightsError(f"{folder}: files that {_INDEX} names are absent: {listed(absent)}; download them again")
@@ -66,4 +66,4 @@ def _weight_files(folder: Path) -> list[str]:
             f"{folder} holds pickled weights ({listed(pickles)}), which can run code when read; save the model as "
             "safetensors (save_pretrained does)"
         )
-    raise WeightsError(f"{folder} has a config.json but no .safetensors file; the download may be incomplete")
+    raise WeightsError(f"{folder} has a config.json but no model.safetensors; the weights are elsewhere or pickled")
