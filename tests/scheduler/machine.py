@@ -3,8 +3,7 @@
 import collections
 import random
 
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from simulation import EOS, STOP, Setup, Simulation
 

@@ -4,7 +4,7 @@ import itertools
 
 from simulation import Setup, Simulation
 
-from jaxserve.scheduler import Request, SchedulerConfig
+from jaxserve.scheduler import PagePool, Request, Scheduler, SchedulerConfig, StepResult
 
 ids = itertools.count(1000)
 
@@ -47,3 +47,13 @@ def request(prompt, *, max_tokens=4, eos_token_ids=frozenset(), **options) -> Re
     """Ends by length unless told otherwise, so that tests can count its steps."""
     options = {"request_id": next(ids), "sampling": 0} | options
     return Request(prompt_token_ids=list(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids, **options)
+
+
+def bare(**config) -> Scheduler:
+    """A scheduler whose tokens the test chooses itself."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | config
+    return Scheduler(SchedulerConfig(**sizes), PagePool(32, 4))
+
+
+def take(scheduler, plan, *token_ids, **more):
+    return scheduler.commit(plan, StepResult(token_ids=list(token_ids), **more), 0.0)
