@@ -10,7 +10,10 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Key
 
-Weight = Any  # Float[Array, "out in"], or a quantised leaf that stands for one
+from jaxserve.layers.contract import contract
+from jaxserve.layers.quantized import Int8Weight, int8_linear
+
+Weight = Any  # Float[Array, "out in"], or an Int8Weight that stands for one
 
 
 def linear(
@@ -20,7 +23,7 @@ def linear(
 
     Every matmul of a model with its weights passes here: this is where a quantised `w` is recognised.
     """
-    y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    y = int8_linear(x, w) if isinstance(w, Int8Weight) else contract(x, w, jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
     return y.astype(x.dtype if out_dtype is None else out_dtype)

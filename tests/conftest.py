@@ -9,7 +9,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Functions only: modules that define pytrees stay out, since a check of their fields breaks trees of shapes.
-layers = ("attention", "decoder", "embedding", "linear", "mlp", "moe", "norm", "rope")
+layers = ("attention", "contract", "decoder", "embedding", "linear", "mlp", "moe", "norm", "rope")
 kernels = ("paged_attention.reference", "paged_attention.xla")
 install_import_hook(
     [*(f"jaxserve.layers.{m}" for m in layers), *(f"jaxserve.pallas_kernels.{m}" for m in kernels), "jaxserve.models"],

@@ -227,8 +227,7 @@ class Model:
 
     def logits(self, params: Params, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """float32 logits of hidden states after the final norm."""
-        table = params["embed"] if self.config.tie_word_embeddings else params["lm_head"]
-        return unembed(x, table, self.config.final_soft_cap)
+        return unembed(x, params.get("lm_head", params["embed"]), self.config.final_soft_cap)
 
 
 def _leaves(module: nnx.Module) -> dict[str, Any]:

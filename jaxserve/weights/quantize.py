@@ -14,9 +14,10 @@ MATMULS = ("qkv", "o", "gate_up", "down", "lm_head")
 def quantized(
     leaves: Iterable[tuple[LeafPath, jax.Array]], quantization: str, *, tied: bool
 ) -> Iterator[tuple[LeafPath, Any]]:
-    """The leaves, those that `linear` multiplies by in 8 bits; a router stays as it is, it is small and its errors are not.
+    """The leaves, with those that `linear` multiplies by in 8 bits.
 
-    A tied embedding yields two leaves: itself, for lookups, and an 8-bit "lm_head".
+    A tied embedding yields two leaves: itself, for lookups, and an 8-bit "lm_head". A router stays as it is: it is
+    small and its errors choose other experts.
 
     Raises:
       NotImplementedError: an unknown kind of quantisation.
