@@ -62,6 +62,23 @@ ensure_env() { # ensure_env DIR [EXTRAS [REQUIREMENT...]]
   printf '%s\n' "$key" >"$venv/.jaxserve-installed-${extras:-core}"
 }
 
+# Puts the compilers of accelerators that are not here into DIR/ahead-of-time, for tests/test_ahead_of_time.py. Installed
+# beside jax, libtpu would be tried, and complain, whenever jax starts.
+ensure_compilers() { # ensure_compilers DIR tpu|cuda
+  local venv=$1 packages
+  packages=$("$venv/bin/python" -c 'import importlib.metadata as metadata, sys
+if sys.argv[1] == "tpu":
+    print(next(pin.split(";")[0] for pin in metadata.requires("jax") if pin.startswith("libtpu==")))
+else:
+    version = metadata.version("jaxlib")
+    print(f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}")' "$2")
+  [ "$(cat "$venv/ahead-of-time/$2" 2>/dev/null)" = "$packages" ] && return 0
+  say "installing $packages for the ahead-of-time tests"
+  # shellcheck disable=SC2086 # a list of packages
+  pip_install "$venv" --no-deps --upgrade --target "$venv/ahead-of-time" $packages
+  printf '%s\n' "$packages" >"$venv/ahead-of-time/$2"
+}
+
 pip_install() { # pip_install DIR ARGUMENT...
   local venv=$1
   shift
