@@ -157,8 +157,8 @@ def resolve(
     on_cpu = jax.default_backend() == "cpu"
     page_size = config.cache.page_size or (16 if on_cpu else 64)
     options = config.scheduler
-    max_num_seqs = options.max_num_seqs or (32 if on_cpu else 256)
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
+    max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     num_pages = _num_pages(config.cache, model, page_size, params_bytes, dtype_bytes, on_cpu)
     max_model_len = _max_model_len(config, model, num_pages, page_size)
     if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
@@ -177,7 +177,7 @@ def resolve(
         reserve_full_isl=options.scheduler_reserve_full_isl,
         watermark=options.watermark,
     )
-    mixed = (0, 16, max_num_seqs) if on_cpu else (16, 64, max_num_seqs)
+    mixed = (0, 16, max_num_seqs) if on_cpu else (16, max_num_seqs)
     runner = RunnerConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

@@ -11,8 +11,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,13 @@ from jax import Array
 from jaxserve.config import RunnerConfig, prefill_seqs
 from jaxserve.core_types import CoreRequest, TokenLogprobs
 from jaxserve.layers.kv_cache import init_kv_cache
-from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIAS, MAX_STOP_IDS
-from jaxserve.layers.sampler import EditState, Sampled, SamplingFeatures, init_sampling, init_sequences
+from jaxserve.layers.limits import MAX_STOP_IDS
+from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
 from jaxserve.models.base import Model
 from jaxserve.programs import Compiler, Programs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.scheduler.request import Request
+from jaxserve.slots import EDITS, LOGPROBS, RANDOM, edit_row, feature_flags, fill_slot_row
 from jaxserve.step_programs import (
     SampleShape,
     StepShape,
@@ -41,7 +41,6 @@ from jaxserve.step_programs import (
 
 logger = logging.getLogger(__name__)
 
-RANDOM, EDITS, LOGPROBS = 1, 2, 4  # bits of a slot's feature flags
 SLOTS_A_CALL = 8
 UPDATES_A_CALL = (16, 128, 1024)
 
@@ -119,10 +118,10 @@ class Runner:
         )
         self._forward = Programs("forward", self._build_forward, self._compiler)
         self._sample = Programs("sample", self._build_sample, self._compiler)
-        self._score = functools.partial(jax.jit(score_step, static_argnums=0, static_argnames="num_logprobs"), model)
-        self._update_tables = jax.jit(update_tables, donate_argnums=0)
-        self._start_slots = jax.jit(start_slots, donate_argnums=(0, 1))
-        self._start_edits = jax.jit(start_edits, donate_argnums=0)
+        self._score = Programs("score", self._build_score, self._compiler)
+        self._update_tables = Programs("update_tables", self._build_update_tables, self._compiler)
+        self._start_slots = Programs("start_slots", self._build_start_slots, self._compiler)
+        self._start_edits = Programs("start_edits", self._build_start_edits, self._compiler)
         self._warm_up_jobs: list[concurrent.futures.Future] = []
 
     # Steps
@@ -199,7 +198,9 @@ class Runner:
             following = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             targets[offset : offset + len(following)] = following
             offset += len(row.token_ids)
-        scored = self._score(self._head, hidden, targets, num_logprobs=self._config.max_logprobs)
+        key, program = self._score.get(Rows(hidden.shape[0]))
+        missing = key.count - hidden.shape[0]  # where only a larger program is ready
+        scored = program(self._head, jnp.pad(hidden, ((0, missing), (0, 0))), np.pad(targets, (0, missing)))
         return [(i, scored) for i in wanted]
 
     # Slot state
@@ -213,21 +214,24 @@ class Runner:
             for i, request in enumerate(some):
                 fill_slot_row(ints[i], floats[i], request)
                 self._flags[request.slot] = feature_flags(request)
-            self._sequences, self._sampling = self._start_slots(self._sequences, self._sampling, ints, floats)
+            _, program = self._start_slots.get(Rows(SLOTS_A_CALL))
+            self._sequences, self._sampling = program(self._sequences, self._sampling, ints, floats)
             for request in some:
                 if self._flags[request.slot] & EDITS:
                     row = edit_row(request, self._model.config.vocab_size)
-                    self._sampling = self._start_edits(self._sampling, np.int32(request.slot), row)
+                    _, program = self._start_edits.get(Rows(1))
+                    self._sampling = program(self._sampling, np.int32(request.slot), row)
 
     def _write_tables(self, plan: StepPlan) -> None:
         updates = plan.page_updates
         while updates:
             size = next((n for n in UPDATES_A_CALL if n >= len(updates)), UPDATES_A_CALL[-1])
+            key, program = self._update_tables.get(Rows(size))
             now, updates = updates[:size], updates[size:]
-            rows = np.zeros((size, 3), np.int32)
+            rows = np.zeros((key.count, 3), np.int32)
             rows[:, 0] = self._dummy
             rows[: len(now)] = now
-            self._sequences = self._update_tables(self._sequences, rows)
+            self._sequences = program(self._sequences, rows)
 
     # Programs
 
@@ -238,11 +242,18 @@ class Runner:
         every = SamplingFeatures(random=True, edits=True, num_logprobs=self._config.max_logprobs)
         samples = [SampleShape(rows=r, features=f) for f in (SamplingFeatures(random=True), every) for r in rows]
         start = time.monotonic()
-        self._warm_up_jobs = [*self._forward.request(shapes), *self._sample.request(samples)]
+        self._warm_up_jobs = [
+            *self._start_slots.request([Rows(SLOTS_A_CALL)]),
+            *self._update_tables.request(map(Rows, UPDATES_A_CALL)),
+            *self._forward.request(shapes),
+            *self._sample.request(samples),
+            *self._start_edits.request([Rows(1)]),
+        ]
 
         def finished(_: object) -> None:
             if all(job.done() for job in self._warm_up_jobs) and not self._forward.warm:
-                self._forward.warm = self._sample.warm = True
+                for table in self._tables:
+                    table.warm = True
                 logger.info("%d programs ready in %.1f s", len(self._warm_up_jobs), time.monotonic() - start)
 
         for job in self._warm_up_jobs:
@@ -273,11 +284,17 @@ class Runner:
     @property
     def num_stalls(self) -> int:
         """Steps that waited for a compile after warm-up."""
-        return self._forward.num_stalls + self._sample.num_stalls
+        return sum(table.num_stalls for table in self._tables)
 
     @property
     def compile_s(self) -> float:
-        return self._forward.compile_s + self._sample.compile_s
+        return sum(table.compile_s for table in self._tables)
+
+    @property
+    def _tables(self) -> tuple[Programs, ...]:
+        return (
+            self._forward, self._sample, self._score, self._update_tables, self._start_slots, self._start_edits
+        )  # fmt: skip
 
     @property
     def vocab_size(self) -> int:
@@ -288,22 +305,58 @@ class Runner:
 
     def _build_forward(self, shape: StepShape) -> Callable:
         params, _, kv, sequences, _ = self._abstract
-        function = jax.jit(
-            functools.partial(forward_step, self._model, shape=shape), donate_argnums=(1, 2), **compile_options()
-        )
-        ints = jax.ShapeDtypeStruct((shape.num_ints,), jnp.int32)
-        return function.lower(params, kv, sequences, ints).compile()
+        function = functools.partial(forward_step, self._model, shape=shape)
+        return compiled(function, (params, kv, sequences, int32(shape.num_ints)), donate=(1, 2))
 
     def _build_sample(self, shape: SampleShape) -> Callable:
         _, head, _, sequences, sampling = self._abstract
-        function = jax.jit(
-            functools.partial(sample_step, self._model, features=shape.features),
-            donate_argnums=(3, 4),
-            **compile_options(),
-        )
-        hidden = jax.ShapeDtypeStruct((shape.rows, self._model.config.hidden_size), head["final_norm"].dtype)
-        slots = jax.ShapeDtypeStruct((shape.rows,), jnp.int32)
-        return function.lower(head, hidden, slots, sequences, sampling).compile()
+        function = functools.partial(sample_step, self._model, features=shape.features)
+        hidden = self._hidden(shape.rows)
+        return compiled(function, (head, hidden, int32(shape.rows), sequences, sampling), donate=(3, 4))
+
+    def _build_score(self, rows: "Rows") -> Callable:
+        function = functools.partial(score_step, self._model, num_logprobs=self._config.max_logprobs)
+        return compiled(function, (self._abstract[1], self._hidden(rows.count), int32(rows.count)))
+
+    def _build_update_tables(self, rows: "Rows") -> Callable:
+        return compiled(update_tables, (self._abstract[3], int32(rows.count, 3)), donate=(0,))
+
+    def _build_start_slots(self, rows: "Rows") -> Callable:
+        *_, sequences, sampling = self._abstract
+        floats = jax.ShapeDtypeStruct((rows.count, 6), jnp.float32)
+        arguments = (sequences, sampling, int32(rows.count, 5 + MAX_STOP_IDS), floats)
+        return compiled(start_slots, arguments, donate=(0, 1))
+
+    def _build_start_edits(self, _: "Rows") -> Callable:
+        sampling = self._abstract[4]
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sampling.edits)
+        return compiled(start_edits, (sampling, int32(), row), donate=(0,))
+
+    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._head["final_norm"].dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The key of a program that only a number of rows tells apart."""
+
+    count: int
+
+    def covers(self, other: "Rows") -> bool:
+        return self.count >= other.count
+
+    @property
+    def cost(self) -> int:
+        return self.count
+
+
+def int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def compiled(function: Callable, arguments: tuple, *, donate: tuple[int, ...] = ()) -> Callable:
+    """`function` compiled for the shapes of `arguments`."""
+    return jax.jit(function, donate_argnums=donate, **compile_options()).lower(*arguments).compile()
 
 
 def compile_options() -> dict:
@@ -311,65 +364,3 @@ def compile_options() -> dict:
     if jax.default_backend() == "gpu":
         return {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
     return {}
-
-
-def feature_flags(request: Request) -> int:
-    """Which parts of the sampler this request needs."""
-    core = request.sampling
-    assert isinstance(core, CoreRequest)
-    p = core.params
-    penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
-    edits = penalties or p.logit_bias or p.allowed_token_ids or core.bad_words_token_ids or p.min_tokens
-    return RANDOM * (not p.greedy) | EDITS * bool(edits) | LOGPROBS * (p.logprobs is not None)
-
-
-def fill_slot_row(ints: np.ndarray, floats: np.ndarray, request: Request) -> None:
-    """One row of `start_slots`."""
-    core = request.sampling
-    assert isinstance(core, CoreRequest)
-    p = core.params
-    seed = (p.seed or 0) & 0xFFFFFFFFFFFFFFFF
-    words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    stop_ids = [*core.eos_token_ids, *(p.stop_token_ids or ())]
-    ints[0], ints[1], ints[2:4] = request.slot, p.top_k, words
-    ints[4] = len(core.prompt_token_ids) + p.min_tokens
-    ints[5 : 5 + len(stop_ids)] = stop_ids
-    floats[:] = (
-        p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty
-    )  # fmt: skip
-
-
-def edit_row(request: Request, vocab_size: int) -> EditState:
-    """One slot's `EditState` row; counts start from the output so far, which a pre-empted request has."""
-    core = request.sampling
-    assert isinstance(core, CoreRequest)
-    p, output = core.params, request.output_token_ids
-    bias = list((p.logit_bias or {}).items())
-    bias_ids, bias_values = np.full(MAX_BIAS, vocab_size, np.int32), np.zeros(MAX_BIAS, np.float32)
-    bias_ids[: len(bias)] = [token for token, _ in bias]
-    bias_values[: len(bias)] = [value for _, value in bias]
-    words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, np.int32)
-    for i, word in enumerate(core.bad_words_token_ids):
-        words[i, -len(word) :] = word
-    history = np.full(MAX_BAD_WORD_LEN - 1, -1, np.int32)
-    tail = output[-len(history) :]
-    history[len(history) - len(tail) :] = tail
-    prompt_mask = np.zeros(vocab_size, bool)
-    prompt_mask[request.prompt_token_ids] = True
-    row: dict[str, Any] = {  # numpy arrays: they go straight into the compiled call
-        "bias_ids": bias_ids,
-        "bias": bias_values,
-        "allowed": allowed_mask(p.allowed_token_ids, vocab_size),
-        "bad_words": words,
-        "history": history,
-        "prompt_mask": prompt_mask,
-        "counts": np.bincount(np.array(output, np.int64), minlength=vocab_size).astype(np.int32),
-    }
-    return EditState(**row)
-
-
-def allowed_mask(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
-    """u32 [ceil(V / 32)], bit `t % 32` of word `t // 32` set when token t may be sampled."""
-    allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
-    allowed[slice(None) if token_ids is None else list(token_ids)] = True
-    return np.packbits(allowed, bitorder="little").view(np.uint32)
