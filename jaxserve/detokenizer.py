@@ -133,7 +133,7 @@ class _WindowDecoder:
         self._decode = lambda ids: tokenizer.decode(ids, skip_special, spaces)
         self._ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._read = len(self._ids)  # tokens of the window whose text is out
-        self._shown = self._decode(self._ids)
+        self._shown = self._decode(self._ids).rstrip("\ufffd")  # a character that the prompt begins
 
     def decode(self, token_id: int) -> str:
         """The text that the token completes."""

@@ -1,5 +1,4 @@
 """Checkpoints of every format into parameters on device: `load`, and `convert` between formats."""
 
 from jaxserve.weights.convert import convert as convert
-from jaxserve.weights.loader import LoadedModel as LoadedModel
-from jaxserve.weights.loader import load as load
+from jaxserve.weights.loader import LoadedModel as LoadedModel, load as load

@@ -6,8 +6,7 @@ pieces' scores. What splits text before BPE is only named (`tokenizer.ggml.pre`)
 
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from jaxserve.exceptions import WeightsError

@@ -1,9 +1,9 @@
 """Orbax checkpoints: what `jaxserve convert` writes, restored straight into their final sharding.
 
 A folder holds config.json, generation_config.json, the tokenizer's files, and under `params` one Orbax PyTree
-checkpoint a layer (`layer_0`, ...) and one for what is outside the layers (`outer`), with our names of the leaves. Both
-ways go layer by layer: Orbax keeps copies of all that it writes until the end, so one checkpoint of everything would
-take the host memory of two models.
+checkpoint a layer (`layer_0`, ...) and one for what is outside the layers (`outer`), with our names of the leaves.
+They are written layer by layer: Orbax keeps copies of all that it writes until the end, so that one checkpoint of
+everything would take the host memory of two models. They are read leaf by leaf.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ class OrbaxCheckpoint(Checkpoint):
     def leaves(
         self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Any]
     ) -> Iterator[tuple[LeafPath, jax.Array]]:
-        groups = _grouped(leaves_of(model.abstract_params(dtype)).items())
+        abstract = leaves_of(model.abstract_params(dtype))
         with _checkpointer() as checkpointer:
-            self._check(checkpointer, groups)
-            for name, group in groups.items():
-                yield from self._restore(checkpointer, name, group, places)
+            self._check(checkpointer, _grouped(abstract.items()))
+            for path, leaf in abstract.items():
+                yield path, self._restore(checkpointer, path, leaf, places[path])
 
     def _check(self, checkpointer: Any, groups: "_Groups") -> None:
         """Names and shapes, before anything is read."""
@@ -74,22 +74,16 @@ class OrbaxCheckpoint(Checkpoint):
             tree = checkpointer.metadata(folder).item_metadata.tree
             return {leaf: tuple(value.shape) for leaf, value in tree.items()}
 
-    def _restore(
-        self, checkpointer: Any, name: str, group: dict[LeafPath, Any], places: dict[LeafPath, Any]
-    ) -> Iterator[tuple[LeafPath, jax.Array]]:
+    def _restore(self, checkpointer: Any, path: LeafPath, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+        """One leaf at a time: after an error Orbax leaves the reads of its siblings behind, unfinished."""
         import orbax.checkpoint as ocp
 
-        default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        how = {
-            path[-1]: ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=places[path] or default, global_shape=leaf.shape)
-            for path, leaf in group.items()
-        }
-        folder = self._folder / _PARAMS / name
+        sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        how = ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=sharding, global_shape=leaf.shape)
+        args = ocp.args.PyTreeRestore({path[-1]: leaf}, restore_args={path[-1]: how}, partial_restore=True)
+        folder = self._folder / _PARAMS / _group_name(path)
         with _damage_named(folder):
-            item = {path[-1]: leaf for path, leaf in group.items()}
-            restored = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=item, restore_args=how))
-        for path in group:
-            yield path, restored.pop(path[-1])
+            return checkpointer.restore(folder, args=args)[path[-1]]
 
 
 def save(leaves: Iterable[tuple[LeafPath, jax.Array]], checkpoint: Checkpoint, path: Path) -> None:

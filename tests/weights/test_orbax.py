@@ -136,7 +136,7 @@ print(peak - base)
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_conversion_holds_much_less_than_the_model(tmp_path):
-    """The demo model takes 538 MB in float32, 113 MB of them the embedding, of which Orbax keeps a copy or two."""
+    """The demo model takes 538 MB in float32, 113 MB of them the embedding, of which Orbax makes copies."""
     run = subprocess.run(
         [sys.executable, "-c", _CONVERT, str(tmp_path / "out")], capture_output=True, text=True, check=True
     )
