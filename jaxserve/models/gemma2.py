@@ -36,7 +36,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def gemma_config(hf: Mapping[str, Any], architecture: str, **fields: Any) -> ModelConfig:
     """What Gemma 2 and 3 have in common."""
-    required(hf, "head_dim", "query_pre_attn_scalar", "sliding_window")
+    required(hf, "hidden_size", "head_dim", "query_pre_attn_scalar", "sliding_window")
     supported(hf, "use_bidirectional_attention", (False, None))
     return decoder_config(
         {"hidden_activation": "gelu_pytorch_tanh", **hf},
