@@ -15,4 +15,4 @@ def convert(
     from jaxserve import weights
 
     weights.convert(source, target, dtype=dtype)
-    print(f"wrote {target}")
+    print(f"wrote {target}", flush=True)

@@ -14,6 +14,9 @@ PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
 
 def info(
     model: Annotated[str | None, typer.Option(help="Also show this model's shape and memory.")] = None,
+    load_format: Annotated[
+        str, typer.Option(help="dummy knows shapes without weights, such as llama-3.1-8b.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show versions and devices, and with --model what the model is and how much memory it takes."""
@@ -25,7 +28,7 @@ def info(
         "devices": {str(device.id): describe(device) for device in jax.local_devices()},
     }
     if model is not None:
-        result["model"] = describe_model(model)
+        result["model"] = describe_model(model, load_format)
     show(result, "jaxserve", as_json=as_json)
 
 
@@ -36,16 +39,16 @@ def describe(device: Any) -> str:
     return f"{text}, {memory / 2**30:.1f} GiB" if memory else text
 
 
-def describe_model(name: str) -> dict[str, Any]:
+def describe_model(name: str, load_format: str) -> dict[str, Any]:
     """The shape of a model and the bytes that it takes in bfloat16, from its header alone."""
     import jax
     import jax.numpy as jnp
 
     from jaxserve.config import kv_bytes_per_token
     from jaxserve.models import get_model
-    from jaxserve.weights.loader import open_source
+    from jaxserve.weights.loader import open_checkpoint
 
-    model = get_model(open_source(name).config)
+    model = get_model(open_checkpoint(name, load_format=load_format).config)
     leaves = jax.tree.leaves(model.abstract_params(jnp.bfloat16))
     config = {k: v for k, v in dataclasses.asdict(model.config).items() if isinstance(v, str | int | float) and v}
     return {

@@ -84,10 +84,3 @@ def test_json_has_null_for_nan_and_people_see_a_dash(capsys):
     assert [readable(v) for v in (float("nan"), None, 1234567, 0.123456, 12345.6, True, "x")] == [
         "-", "-", "1,234,567", "0.1235", "12,346", "True", "x",
     ]  # fmt: skip
-
-
-def test_info_names_versions_and_devices(run):
-    code, out, _, _ = run("info")
-    assert code == 0
-    assert "versions jax" in out
-    assert "devices 0" in out
