@@ -13,16 +13,16 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
-
 from jaxserve.config import EngineConfig
 from jaxserve.core_types import CoreOutput, CoreRequest
-from jaxserve.engine_process import CoreFactory, EngineProcess, FromEngine, Group, Question, ToEngine, start_core
+from jaxserve.engine_messages import FromEngine, Group, Question, ToEngine
+from jaxserve.engine_process import CoreFactory, EngineProcess, start_core
 from jaxserve.exceptions import EngineDeadError, RequestError
 from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits
+from jaxserve.mailbox import Mailbox
 from jaxserve.output_processor import OutputProcessor
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ class AsyncLLM:
         """
         self._check_alive()
         self._attach(asyncio.get_running_loop())
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if request_id in self._mailboxes:
             raise RequestError(f"request id {request_id!r} is in use; give each running request an id of its own")
         params = self._inputs.default_sampling_params if sampling_params is None else sampling_params
@@ -156,11 +158,9 @@ class AsyncLLM:
 
     # ------------------------------------------------------------------------------------------- to the child process
 
-    def _submit(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, sequences: list[CoreRequest]
-    ) -> "Mailbox":
+    def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams, sequences: list[CoreRequest]) -> Mailbox:
+        self._outbox.groups.append(Group.of(request_id, sequences))
         self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, params, sequences)
-        self._outbox.groups.append(Group(request_id, sequences))
         self._flush_soon()
         mailbox = self._mailboxes[request_id] = Mailbox(params.output_kind)
         return mailbox
@@ -249,7 +249,7 @@ class AsyncLLM:
 
     def _check_alive(self) -> None:
         if self._cause_of_death is None and not self._process.is_alive():
-            self._die("the engine process ended")
+            self._die(self._process.epitaph())
         if self._cause_of_death is not None:
             raise EngineDeadError(self._cause_of_death)
 
@@ -265,51 +265,3 @@ class AsyncLLM:
                 if not future.done():
                     future.set_exception(EngineDeadError(cause))
         self._mailboxes.clear()
-
-
-class Mailbox:
-    """Between the pipe and one generator: at most one output, or the error that ended the request."""
-
-    def __init__(self, kind: RequestOutputKind):
-        self._kind = kind
-        self._output: RequestOutput | None = None
-        self._error: Exception | None = None
-        self._filled = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        if self._output is not None and self._kind is RequestOutputKind.DELTA:
-            output = merge_deltas(self._output, output)
-        self._output = output
-        self._filled.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._filled.set()
-
-    async def take(self) -> RequestOutput:
-        """Waits for an output. Raises the error of `fail`, unless the last output came before it."""
-        await self._filled.wait()
-        self._filled.clear()
-        output, self._output = self._output, None
-        if self._error is not None and not (output is not None and output.finished):
-            raise self._error
-        assert output is not None
-        return output
-
-
-def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """The one DELTA output that says what two say, sample by sample."""
-    samples = {sample.index: sample for sample in first.outputs}
-    for new in second.outputs:
-        old = samples.get(new.index)
-        samples[new.index] = new if old is None else _merge_samples(old, new)
-    return msgspec.structs.replace(second, outputs=[samples[index] for index in sorted(samples)])
-
-
-def _merge_samples(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    return msgspec.structs.replace(
-        new,
-        text=old.text + new.text,
-        token_ids=[*old.token_ids, *new.token_ids],
-        logprobs=None if new.logprobs is None else [*(old.logprobs or ()), *new.logprobs],
-    )

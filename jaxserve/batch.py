@@ -97,13 +97,16 @@ def parse_row(numbered: tuple[int, bytes]) -> Row | BadRow:
     number, line = numbered
     custom_id = f"row-{number}"
     try:
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ones
+            raise ValueError(f"the row is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
         custom_id = str(row.pop("custom_id", custom_id))
         kind, body = _unwrap(row) if "body" in row else ("chat" if "messages" in row else "completion", row)
         return _row(number, custom_id, kind, body)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are among them
+    except ValueError as error:
         return BadRow(number=number, custom_id=custom_id, message=str(error))
 
 

@@ -1,9 +1,9 @@
-"""The engine's child process: what it runs, and what crosses the pipe between it and `AsyncLLM`.
+"""The engine's child process: what it runs, and the parent's handle on it.
 
-How this works. The child owns the device, the scheduler and the step loop; it sees token ids only. Each way goes one
-msgpack message a step: `ToEngine` (new requests, aborts, questions) and `FromEngine` (the step's tokens, rejections,
-answers). Nothing is pickled after start-up. A reader thread drains the pipe at once, so the parent never waits for a
-long step; an idle child sleeps in `queue.get`. The end of the pipe (the parent closed it, or died) ends the child.
+How this works. The child owns the device, the scheduler and the step loop; it sees token ids only. One message a step
+(engine_messages.py) goes each way: new requests, aborts and questions in; tokens, rejections and answers out. Nothing
+is pickled after start-up. A reader thread drains the pipe at once, so the parent never waits for a long step; an idle
+child sleeps in `queue.get`. The end of the pipe (the parent closed it, or died) ends the child.
 """
 
 import logging
@@ -20,11 +20,10 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import tokenizers
 
 from jaxserve.core_types import CoreOutput, CoreRequest
+from jaxserve.engine_messages import Answer, Facts, FromEngine, Rejection, ToEngine, TokenizerFacts
 from jaxserve.exceptions import EngineDeadError, QueueFullError, RequestError
-from jaxserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -44,87 +43,7 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
-class TokenizerFacts(msgspec.Struct, array_like=True):
-    """A `Tokenizer`, written out."""
-
-    backend: str  # tokenizer.json
-    named_tokens: dict[str, str]
-    chat_template: str | None
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "TokenizerFacts":
-        return cls(tokenizer.backend.to_str(), tokenizer.named_tokens, tokenizer.chat_template)
-
-    def tokenizer(self) -> Tokenizer:
-        backend = tokenizers.Tokenizer.from_str(self.backend)
-        return Tokenizer(backend, named_tokens=self.named_tokens, chat_template=self.chat_template)
-
-
-class Facts(msgspec.Struct, array_like=True):
-    """What the parent must know of the loaded model."""
-
-    tokenizer: TokenizerFacts | None
-    vocab_size: int
-    max_model_len: int
-    max_logprobs: int
-    generation_config: dict[str, Any]
-    seed: int
-
-
 type CoreFactory = Callable[[Any], tuple[Core, Facts]]  # of the config; importable, it crosses to the child by name
-
-
-class Group(msgspec.Struct, array_like=True):
-    """One request: its n sequences, all of which run or none."""
-
-    request_id: str
-    sequences: list[CoreRequest]
-
-
-class Question(msgspec.Struct, array_like=True):
-    """A call, without arguments, of one of the core's methods; the parent waits for the answer."""
-
-    number: int
-    method: str
-
-
-class ToEngine(msgspec.Struct, array_like=True):
-    """Everything the parent has to say since its last message."""
-
-    groups: list[Group] = []
-    aborts: list[int] = []
-    stops: list[tuple[int, str]] = []  # sequence and the stop string that its text ran into
-    questions: list[Question] = []
-
-
-class Rejection(msgspec.Struct, array_like=True):
-    """The core refused a request, whose first sequence is `seq_id`: none of it runs."""
-
-    request_id: str
-    seq_id: int
-    message: str
-    queue_full: bool
-
-    def error(self) -> RequestError:
-        """The error to raise in the caller."""
-        return QueueFullError(self.message) if self.queue_full else RequestError(self.message)
-
-
-class Answer(msgspec.Struct, array_like=True):
-    """What a `Question` got: a plain value."""
-
-    number: int
-    value: Any
-
-
-class FromEngine(msgspec.Struct, array_like=True):
-    """Everything one step has to say. `facts` comes once, when the model is loaded; `death` is the last message."""
-
-    outputs: list[CoreOutput] = []
-    rejections: list[Rejection] = []
-    answers: list[Answer] = []
-    facts: Facts | None = None
-    death: str | None = None
 
 
 # ------------------------------------------------------------------------------------------------ the child's side
@@ -147,10 +66,13 @@ def start_core(config: "EngineConfig") -> tuple[Core, Facts]:
     )
 
 
+type Inbox = queue.SimpleQueue[ToEngine | Exception | None]  # None: the pipe ended
+
+
 def _main(connection: Connection, factory: CoreFactory, config: Any) -> None:
     """The child's target: load, report, then step until the pipe ends or something breaks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_drain, args=(connection, inbox), name="engine-inbox", daemon=True).start()
     encoder = msgspec.msgpack.Encoder()
     try:
@@ -165,13 +87,15 @@ def _main(connection: Connection, factory: CoreFactory, config: Any) -> None:
         _tell_death(connection, encoder.encode(FromEngine(death=f"{type(error).__name__}: {error}")))
 
 
-def _drain(connection: Connection, inbox: "queue.SimpleQueue[ToEngine | None]") -> None:
+def _drain(connection: Connection, inbox: Inbox) -> None:
     decoder = msgspec.msgpack.Decoder(ToEngine)
     try:
         while True:
             inbox.put(decoder.decode(connection.recv_bytes()))
     except (EOFError, OSError):
         inbox.put(None)
+    except Exception as error:
+        inbox.put(error)
     time.sleep(EXIT_GRACE_S)  # ends early when the main thread returns and the interpreter goes
     os._exit(1)
 
@@ -183,7 +107,7 @@ def _tell_death(connection: Connection, message: bytes) -> None:
         logger.debug("the parent left before the engine's last message")
 
 
-def _loop(core: Core, inbox: "queue.SimpleQueue[ToEngine | None]", send: Callable[[FromEngine], None]) -> None:
+def _loop(core: Core, inbox: Inbox, send: Callable[[FromEngine], None]) -> None:
     while True:
         reply = FromEngine(rejections=[], answers=[])
         idle = not core.has_unfinished()
@@ -191,6 +115,8 @@ def _loop(core: Core, inbox: "queue.SimpleQueue[ToEngine | None]", send: Callabl
             message = inbox.get()  # sleeps when idle
             if message is None:
                 return
+            if isinstance(message, Exception):
+                raise message
             _obey(core, message, reply)
             idle = False
         if core.has_unfinished():
@@ -203,13 +129,13 @@ def _obey(core: Core, message: ToEngine, reply: FromEngine) -> None:
     for group in message.groups:
         added: list[int] = []
         try:
-            for sequence in group.sequences:
+            for sequence in group.sequences():
                 core.add_request(sequence)
                 added.append(sequence.seq_id)
-        except ValueError as error:  # the caller's fault, not the engine's; QueueFullError is one too
+        except RequestError as error:
             core.finish(added, "abort")
-            seq_id, full = group.sequences[0].seq_id, isinstance(error, QueueFullError)
-            reply.rejections.append(Rejection(group.request_id, seq_id, str(error), full))
+            full = isinstance(error, QueueFullError)
+            reply.rejections.append(Rejection(group.request_id, group.seq_id, str(error), full))
     core.finish(message.aborts, "abort")
     for seq_id, stop in message.stops:
         core.finish([seq_id], "stop", stop)
@@ -265,19 +191,20 @@ class EngineProcess:
         try:
             self._connection.send_bytes(self._encoder.encode(message))
         except OSError as error:
-            raise EngineDeadError(self._epitaph()) from error
+            raise EngineDeadError(self.epitaph()) from error
 
     def receive(self) -> FromEngine:
         """The next message. Raises EngineDeadError at the end of the pipe."""
         try:
             return self._decoder.decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise EngineDeadError(self._epitaph()) from error
+            raise EngineDeadError(self.epitaph()) from error
 
     def is_alive(self) -> bool:
         return not self._connection.closed and self._process.is_alive()
 
-    def _epitaph(self) -> str:
+    def epitaph(self) -> str:
+        """How the child ended, in words."""
         self._process.join(1.0)
         code = self._process.exitcode
         if code is None:

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.core_types import CoreOutput, CoreRequest
-from jaxserve.engine_process import Facts, TokenizerFacts
+from jaxserve.engine_messages import Facts, TokenizerFacts
 from jaxserve.exceptions import QueueFullError, RequestError
 from jaxserve.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import pytest
 from echo_core import MAX_MODEL_LEN, echo
 
 from jaxserve import AsyncLLM, EngineDeadError, ParameterError, QueueFullError, RequestError
-from jaxserve.async_engine import Mailbox, merge_deltas
+from jaxserve.mailbox import Mailbox, merge_deltas
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -312,6 +312,7 @@ def test_abort_of_an_unknown_id_does_nothing(shared):
         ([5, 128], {}, ParameterError, "128"),
         ("a", {"logprobs": 21}, ParameterError, r"logprobs must be at most max_logprobs \(20\), got 21"),
         ("a", {"stop_token_ids": [500]}, ParameterError, "stop_token_ids"),
+        ("a", {"extra_args": {"key": object()}}, RequestError, "a value that cannot reach the engine"),
         ("refuse", {}, RequestError, "refused, as planted"),
         ("full", {}, QueueFullError, "the queue is full, as planted"),
         (7, {}, TypeError, "a prompt must be"),
@@ -325,6 +326,18 @@ def test_a_bad_request_raises_in_its_caller_only(shared, prompt, options, error,
             await collect(shared, prompt, params(**options), "bad")
         assert (await good).text == ("good" * 13)[:50]
         assert (await last(shared, "again", params(5), "bad")).text == "again"
+
+    asyncio.run(main())
+
+
+def test_arguments_of_the_wrong_type_raise_in_their_caller_only(shared):
+    async def main():
+        for options in ({"priority": "high"}, {"cache_salt": 7}):
+            with pytest.raises(RequestError, match="a value of the wrong type"):
+                await anext(shared.generate("a", params(), "bad", **options))
+        with pytest.raises(TypeError, match="request_id must be a str, got int"):
+            await anext(shared.generate("a", params(), 7))
+        assert (await last(shared, "good", params(4))).text == "good"
 
     asyncio.run(main())
 

@@ -120,6 +120,7 @@ def test_bad_rows_get_an_error_and_stop_no_other(engine, tmp_path):
     messages = dict(zip(bad, [line["error"]["message"] for line in lines[::2]], strict=True))
     assert messages["out of range"] == "temperature must be in [0, 2], got 9"
     assert "temprature" in messages["unknown option"]
+    assert messages["not json"].startswith("the row is not JSON: ")
     assert messages["wrong model"] == "model must be 'demo', the one that is loaded, got 'gpt-4'"
     assert "max_model_len is 8" in messages["refused by the engine"]
     assert lines[4]["custom_id"] == "x"
