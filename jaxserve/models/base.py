@@ -7,7 +7,7 @@ the tensors of a checkpoint are called (`translate`). `Model` joins these and is
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -205,14 +205,19 @@ class Model:
         return {**outer, "layers": (layer,) * self.config.num_layers}
 
     def init(self, rng: Array, dtype: DTypeLike) -> dict[str, Any]:
-        """Random parameters that keep activations finite; one compile for all layers."""
+        """Random parameters that keep activations finite."""
+        parts = self.init_parts(rng, dtype)
+        return {**next(parts), "layers": tuple(parts)}
+
+    def init_parts(self, rng: Array, dtype: DTypeLike) -> Iterator[dict[str, Array]]:
+        """What `init` gives, one after the other: the leaves outside the layers, then those of each layer."""
 
         def make(module: Callable[..., nnx.Module]) -> Callable[[Array], dict[str, Array]]:
             return jax.jit(lambda key: _leaves(module(self.config, dtype=dtype, rngs=nnx.Rngs(key))))
 
         outer_key, *keys = jax.random.split(rng, self.config.num_layers + 1)
-        make_layer = make(self.layer_module)
-        return {**make(Outer)(outer_key), "layers": tuple(make_layer(key) for key in keys)}
+        yield make(Outer)(outer_key)
+        yield from map(make(self.layer_module), keys)
 
     def embed(self, params: Params, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return embed(token_ids, params["embed"], self.config.embed_scale)

@@ -1,6 +1,7 @@
 """Leaves, as they arrive on their devices, into the form in which a backend runs the layers."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -8,8 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.weights.checkpoint import LeafPath
-
-Quantize = Callable[[LeafPath, jax.Array], Any]
 
 
 def as_tuple(leaves: Iterable[tuple[LeafPath, Any]], num_layers: int) -> dict[str, Any]:
@@ -21,11 +20,9 @@ def as_tuple(leaves: Iterable[tuple[LeafPath, Any]], num_layers: int) -> dict[st
     return params
 
 
-def as_stacks(
-    leaves: Iterable[tuple[LeafPath, Any]], kinds: tuple[str, ...], places: dict[LeafPath, Any]
-) -> dict[str, Any]:
-    """Parameters whose layers are stacks `[L_kind, ...]`. Each stack is allocated once and filled in place, so that the
-    device holds the model and one leaf."""
+def as_stacks(leaves: Iterable[tuple[LeafPath, Any]], kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Parameters whose layers are stacks `[L_kind, ...]`, sharded as the leaves are. Each stack is allocated once and
+    filled in place, so that the device holds the model and one leaf."""
     params: dict[str, Any] = {"layers": {kind: {} for kind in dict.fromkeys(kinds)}}
     for path, leaf in leaves:
         if len(path) == 1:
@@ -35,17 +32,18 @@ def as_stacks(
         stacks, index = params["layers"][kind], kinds[: path[1]].count(kind)
         stack = stacks.pop(path[2], None)
         if stack is None:
-            stack = _empty_stacks(leaf, kinds.count(kind), places[path])
-        stacks[path[2]] = jax.tree.map(lambda whole, part: _set_layer(whole, part, index), stack, leaf)  # noqa: B023
+            stack = jax.tree.map(functools.partial(_empty_stack, depth=kinds.count(kind)), leaf)
+        stacks[path[2]] = jax.tree.map(functools.partial(_set_layer, index=index), stack, leaf)
     return params
 
 
-def _empty_stacks(leaf: Any, depth: int, sharding: Any) -> Any:
+def _empty_stack(part: jax.Array, depth: int) -> jax.Array:
+    sharding = part.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    return jax.tree.map(lambda part: jnp.zeros((depth, *part.shape), part.dtype, device=sharding), leaf)
+    return jnp.zeros((depth, *part.shape), part.dtype, device=sharding)
 
 
-@jax.jit(donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
 def _set_layer(stack: jax.Array, leaf: jax.Array, index: int) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0)

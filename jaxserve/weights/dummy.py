@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models import Model
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.weights.checkpoint import Checkpoint, LeafPath, leaves_of
+from jaxserve.weights.checkpoint import Checkpoint, LeafPath
 
 _LLAMA31 = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,6 +89,7 @@ class DummyCheckpoint(Checkpoint):
     def leaves(
         self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Any]
     ) -> Iterator[tuple[LeafPath, jax.Array]]:
-        leaves = leaves_of(model.init(jax.random.key(self._seed), dtype))
-        for path in list(leaves):
-            yield path, jax.device_put(leaves.pop(path), places[path])
+        for i, part in enumerate(model.init_parts(jax.random.key(self._seed), dtype), -1):
+            for name in list(part):
+                path = (name,) if i < 0 else ("layers", i, name)
+                yield path, jax.device_put(part.pop(name), places[path])

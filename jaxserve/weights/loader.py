@@ -77,7 +77,7 @@ def load(
     if quantization is not None:
         leaves = quantized(leaves, quantization, tied=model.config.tie_word_embeddings)
     if stacked:
-        params = collect.as_stacks(leaves, model.layer_kinds, places)
+        params = collect.as_stacks(leaves, model.layer_kinds)
     else:
         params = collect.as_tuple(leaves, model.config.num_layers)
     return LoadedModel(

@@ -59,6 +59,14 @@ def test_stacks_are_filled_as_if_stacked_afterwards(case, tmp_path):
     assert_same(loaded.params, expected | {"layers": jax.tree.map(np.asarray, stack_layers(expected["layers"], kinds))})
 
 
+def test_quantised_leaves_are_stacked_too(tmp_path):
+    path = str(write_hf(tmp_path, *golden("llama2")))
+    layers = load(path, quantization="int8").params["layers"]
+    stacks = load(path, quantization="int8", stacked=True).params["layers"]["full"]
+    np.testing.assert_array_equal(stacks["qkv"].q[1], layers[1]["qkv"].q)
+    np.testing.assert_array_equal(stacks["qkv"].scale[1], layers[1]["qkv"].scale)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_leaves_lie_in_the_sharding_asked_for(stacked, tmp_path):
     config, weights = golden("llama2")
@@ -201,7 +209,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name):
 
 
 def test_an_unknown_quantization_is_refused(llama):
-    with pytest.raises(NotImplementedError, match="quantization 'int3' is not supported"):
+    with pytest.raises(NotImplementedError, match="quantization must be 'int8' or None, got 'int3'"):
         load(str(llama), quantization="int3")
 
 
