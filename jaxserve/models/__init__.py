@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
-from jaxserve.models.base import Model as Model
-from jaxserve.models.base import ModelConfig as ModelConfig
-from jaxserve.models.base import Target as Target
+from jaxserve.models.base import Model as Model, ModelConfig as ModelConfig, Target as Target
 
 _ALL = (gemma2, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe)
 _MODULES = {name: module for module in _ALL for name in module.ARCHITECTURES}

@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models.base import ModelConfig, Target, translate_decoder
-from jaxserve.models.gemma2 import LAYER_NAMES as GEMMA2_NAMES
-from jaxserve.models.gemma2 import Layer as Layer
-from jaxserve.models.gemma2 import gemma_config
-from jaxserve.models.gemma2 import layer as layer
+from jaxserve.models.gemma2 import LAYER_NAMES as GEMMA2_NAMES, Layer as Layer, gemma_config, layer as layer
 from jaxserve.models.hf_config import layer_kinds_from_hf, rope_from_hf, supported
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")

@@ -5,9 +5,7 @@ from typing import Any
 
 from jaxserve.models.base import ModelConfig
 from jaxserve.models.hf_config import decoder_config, layer_kinds_from_hf
-from jaxserve.models.llama import Layer as Layer
-from jaxserve.models.llama import layer as layer
-from jaxserve.models.llama import translate as translate
+from jaxserve.models.llama import Layer as Layer, layer as layer, translate as translate
 
 ARCHITECTURES = ("MistralForCausalLM",)
 

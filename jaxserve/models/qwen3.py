@@ -5,9 +5,7 @@ from typing import Any
 
 from jaxserve.models.base import ModelConfig, Target, translate_decoder
 from jaxserve.models.hf_config import decoder_config
-from jaxserve.models.llama import LAYER_NAMES as LLAMA_NAMES
-from jaxserve.models.llama import Layer as Layer
-from jaxserve.models.llama import layer as layer
+from jaxserve.models.llama import LAYER_NAMES as LLAMA_NAMES, Layer as Layer, layer as layer
 from jaxserve.models.qwen2 import window_fields
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
