@@ -128,7 +128,7 @@ class RunnerConfig:
     page_size: int
     num_pages: int
     max_logprobs: int
-    min_decode_rows: int  # one row is a cliff for XLA's CPU matmuls: 2 there
+    min_decode_rows: int  # 2: one row is a cliff for XLA's CPU matmuls, and on GPU it copies the weight stack
     mixed_decode_rows: tuple[int, ...]  # B of the steps that hold prefill rows too
     prefill_tokens: tuple[int, ...]  # T, ascending
 
@@ -184,7 +184,7 @@ def resolve(
         page_size=page_size,
         num_pages=num_pages,
         max_logprobs=model.vocab_size if config.model.max_logprobs == -1 else config.model.max_logprobs,
-        min_decode_rows=2 if on_cpu else 1,
+        min_decode_rows=2,
         mixed_decode_rows=tuple(sorted({min(rows, max_num_seqs) for rows in mixed})),
         prefill_tokens=tokens,
     )
