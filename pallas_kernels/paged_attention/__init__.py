@@ -6,8 +6,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.pallas_kernels.paged_attention import xla
-from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch
-from jaxserve.pallas_kernels.paged_attention.types import KVCache as KVCache
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch, KVCache as KVCache
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
@@ -109,17 +110,18 @@ def _tile(q: Array, positions: Array, page_table: Array, kv_lens: Array, reader:
         Output [W, K, R, G, H] and log-sum-exp [W, K, R, G], float32.
     """
     W, K, R, G, H = q.shape
-    block = kv_block(W, R, page_size=reader.kv.page_size)
+    block = kv_block(W, R, reader.kv.page_size)
     first, num_blocks = _visible_blocks(positions, reader.sliding_window, block)
-    q = q.reshape(W, K, R * G, H).astype(jnp.float32) * reader.scale
+    dtype = matmul_dtype(R * G, reader.kv.k.dtype)
+    q = (q.reshape(W, K, R * G, H).astype(jnp.float32) * reader.scale).astype(dtype)
     row_position = jnp.repeat(positions, G, axis=1)[:, None, :, None]  # [W, 1, R * G, 1]
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
         at = (first + i)[:, None] * block + jnp.arange(block)[None]  # [W, block], positions of this block
         rows = _cache_rows(page_table, at, reader)
-        k = _gather(reader.kv.k, rows)
-        scores = jnp.einsum("wkrh,wkjh->wkrj", q, k)
+        k = _gather(reader.kv.k, rows, dtype)
+        scores = jnp.einsum("wkrh,wkjh->wkrj", q, k, preferred_element_type=jnp.float32)
         if reader.soft_cap is not None:
             scores = reader.soft_cap * jnp.tanh(scores / reader.soft_cap)
         distance = row_position - at[:, None, None, :]
@@ -131,12 +133,14 @@ def _tile(q: Array, positions: Array, page_table: Array, kv_lens: Array, reader:
         p = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
         # Slots past the end may hold anything, NaN too, and 0 * NaN is NaN
-        v = jnp.where((at < kv_lens[:, None])[:, None, :, None], _gather(reader.kv.v, rows), 0.0)
-        acc = acc * decay[..., None] + jnp.einsum("wkrj,wkjh->wkrh", p, v)
-        return acc, new_top, total * decay + jnp.sum(p, axis=-1)
+        v = jnp.where(
+            (at < kv_lens[:, None])[:, None, :, None], _gather(reader.kv.v, rows, dtype), jnp.zeros((), dtype)
+        )
+        new = jnp.einsum("wkrj,wkjh->wkrh", p.astype(dtype), v, preferred_element_type=jnp.float32)
+        return acc * decay[..., None] + new, new_top, total * decay + jnp.sum(p, axis=-1)
 
     zero = jnp.zeros(q.shape[:-1], jnp.float32)
-    acc, top, total = jax.lax.fori_loop(0, num_blocks, body, (jnp.zeros_like(q), zero + NOTHING, zero))
+    acc, top, total = jax.lax.fori_loop(0, num_blocks, body, (jnp.zeros(q.shape, jnp.float32), zero + NOTHING, zero))
     empty = top == NOTHING
     out = jnp.where(empty[..., None], 0.0, acc / jnp.where(empty, 1.0, total)[..., None])
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
@@ -160,21 +164,26 @@ def _cache_rows(page_table: Array, at: Array, reader: _Reader) -> Array:
     return slot[:, None, :] * K + jnp.arange(K)[None, :, None]
 
 
-def _gather(cache: Array, rows: Array) -> Array:
-    """float32 [W, K, block, H]; one gather that also brings the heads to the front."""
-    return jnp.take(cache.reshape(-1, cache.shape[-1]), rows, axis=0, mode="clip").astype(jnp.float32)
+def _gather(cache: Array, rows: Array, dtype: DTypeLike) -> Array:
+    """[W, K, block, H]: one gather that also brings the heads to the front."""
+    return jnp.take(cache.reshape(-1, cache.shape[-1]), rows, axis=0, mode="clip").astype(dtype)
 
 
 def decode_group(batch: int) -> int:
-    """Sequences a group: a divisor of the batch."""
+    """Sequences a group, a divisor of the batch: more share the cost of a turn, fewer fit the cache and vary less."""
     return next(w for w in (8, 4, 2, 1) if batch % w == 0)
 
 
 def prefill_tile(num_tokens: int) -> int:
     """Query tokens a tile."""
-    return min(num_tokens, 128)
+    return min(num_tokens, 64)
 
 
-def kv_block(num_seqs: int, num_rows: int, *, page_size: int) -> int:
-    """Positions a block."""
-    return 256
+def kv_block(num_seqs: int, num_rows: int, page_size: int) -> int:
+    """Positions a block: about 1024 rows of keys a turn, so that they stay in the cache of one core."""
+    return max(page_size, 128 if num_seqs * num_rows >= 8 else 256)
+
+
+def matmul_dtype(num_rows: int, dtype: DTypeLike) -> DTypeLike:
+    """bfloat16 matmuls pay with many rows only; with few, the time goes to reading the operands."""
+    return dtype if num_rows >= 32 else jnp.float32
