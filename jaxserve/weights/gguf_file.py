@@ -18,7 +18,7 @@ from jaxserve.exceptions import WeightsError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
-_CHUNK_ELEMENTS = 1 << 19  # dequantised at a time: temporaries stay in the cache
+_CHUNK_ELEMENTS = 1 << 17  # dequantised at a time: temporaries stay in the cache
 
 READABLE_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 
@@ -97,9 +97,11 @@ class GGUFFile:
 def dequantize_into(rows: np.ndarray, type_name: str, out: np.ndarray) -> None:
     """Fills `out` [R, C] (any float dtype) from the encoded `rows` u8 [R, bytes], a few rows at a time."""
     type_ = gguf.GGMLQuantizationType[type_name]
-    step = max(16, _CHUNK_ELEMENTS // out.shape[-1] // 16 * 16)
+    step = max(1, _CHUNK_ELEMENTS // out.shape[-1])
     for lo in range(0, len(rows), step):
-        out[lo : lo + step] = gguf.dequantize(np.ascontiguousarray(rows[lo : lo + step]), type_)
+        # As one long row: blocks do not depend on rows, and the package would take 16 rows a turn.
+        encoded = np.ascontiguousarray(rows[lo : lo + step]).reshape(1, -1)
+        out[lo : lo + step] = gguf.dequantize(encoded, type_).reshape(-1, out.shape[-1])
 
 
 def _readable() -> str:
