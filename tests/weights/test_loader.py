@@ -1,6 +1,7 @@
 """The demo model, dummies, and what names resolve to."""
 
 import importlib.util
+import io
 import sys
 
 import jax
@@ -16,6 +17,7 @@ from jaxserve.weights.checkpoint import leaves_of
 from jaxserve.weights.demo import demo_gguf
 from jaxserve.weights.dummy import SHAPES
 from jaxserve.weights.loader import open_checkpoint
+from jaxserve.weights.progress import with_progress
 
 
 def test_the_demo_model_is_smollm2():
@@ -92,3 +94,15 @@ def test_the_tokenizer_may_be_a_gguf_or_the_demo_models(tmp_path):
     gguf = str(write_gguf(tmp_path / "model.gguf", config, weights))
     assert load(folder, tokenizer=gguf).tokenizer.vocab_size == 128
     assert load(folder, tokenizer="smollm2-135m").tokenizer.vocab_size == 49152
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "terminal", "shown"), [(8 << 30, True, True), (8 << 30, False, False), (8, True, False)]
+)
+def test_a_bar_is_shown_for_long_loads_on_a_terminal(total_bytes, terminal, shown, monkeypatch):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(with_progress(range(5), "Loading llama", num_items=5, total_bytes=total_bytes)) == [0, 1, 2, 3, 4]
+    assert ("Loading llama" in stderr.getvalue()) == shown
