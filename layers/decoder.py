@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
@@ -52,31 +53,27 @@ def forward(
         Decode rows after the final norm. Prefill rows likewise when the span ends at the last layer; else their
         new frontier, before any norm.
     """
-    num_layers = len(model.layer_kinds)
+    num_layers, cut = len(model.layer_kinds), batch.num_decode_rows
     lo, hi = span or (0, num_layers)
-    cut = batch.num_decode_rows
-    x = model.embed(params, batch.token_ids)
-    decode, prefill = x[:cut], x[cut:] if frontier is None else frontier
     assert frontier is not None or lo == 0, "prefill rows that start above layer 0 need their frontier"
+    embedded = model.embed(params, batch.token_ids)
+    rows = embedded if frontier is None else jnp.concatenate([embedded[:cut], frontier])
 
     def run(rows: Array, kv: dict[str, KVCache], part: StepBatch, lo: int, hi: int):
+        if lo == hi or not rows.shape[0]:
+            return rows, kv
         body = _layer_body(model, part, implementation)
         return run_layers(body, params["layers"], model.layer_kinds, lo, hi, (rows, kv))
 
-    if cut == 0:
-        prefill, kv = run(prefill, kv, batch, lo, hi)
-    elif lo == 0 and hi == num_layers:
-        return_rows, kv = run(x, kv, batch, lo, hi)
-        return model.final_norm(params, return_rows), kv
-    else:
-        decode_only = _decode_part(batch)
-        decode, kv = run(decode, kv, decode_only, 0, lo)
-        both, kv = run(jnp.concatenate([decode, prefill]), kv, batch, lo, hi)
-        decode, prefill = both[:cut], both[cut:]
-        decode, kv = run(decode, kv, decode_only, hi, num_layers)
-    if hi == num_layers:
-        return model.final_norm(params, jnp.concatenate([decode, prefill])), kv
-    return jnp.concatenate([model.final_norm(params, decode), prefill]), kv
+    def run_decode(rows: Array, kv: dict[str, KVCache], lo: int, hi: int):
+        decode, kv = run(rows[:cut], kv, _decode_part(batch), lo, hi)
+        return jnp.concatenate([decode, rows[cut:]]), kv
+
+    rows, kv = run_decode(rows, kv, 0, lo)
+    rows, kv = run(rows, kv, batch, lo, hi)
+    rows, kv = run_decode(rows, kv, hi, num_layers)
+    normed = model.final_norm(params, rows)
+    return normed if hi == num_layers else jnp.concatenate([normed[:cut], rows[cut:]]), kv
 
 
 def _decode_part(batch: StepBatch) -> StepBatch:
@@ -113,35 +110,43 @@ def _layer_body(model: DecoderModel, batch: StepBatch, implementation: Implement
 def run_layers(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo: int, hi: int, carry: Any) -> Any:
     """`carry = body(kinds[i], params of layer i, index of layer i in its kind, carry)` for i in `[lo, hi)`."""
     if isinstance(layers, tuple | list):
+        # Under a jit of its own the body is traced and lowered once a kind, not once a layer; XLA inlines the calls
+        jitted = jax.jit(body, static_argnums=0)
         for i in range(lo, hi):
-            carry = body(kinds[i], layers[i], list(kinds[:i]).count(kinds[i]), carry)
+            carry = jitted(kinds[i], layers[i], np.int32(_count(kinds[:i], kinds[i])), carry)
         return carry
-    period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-    first, last = -(-lo // period), hi // period  # whole periods inside [lo, hi)
+    return _run_stacked(body, layers, kinds, lo, hi, carry)
 
-    def one(i: int, turn: int | Array, carry: Any) -> Any:
+
+def _run_stacked(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo: int, hi: int, carry: Any) -> Any:
+    """Whole repeating periods of `kinds` in one loop, the layers before and after them unrolled."""
+    period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
+
+    def one(turn: int | Array, i: int, carry: Any) -> Any:
         """Layer `turn * period + i`."""
-        kind = kinds[i]
-        index = turn * list(kinds[:period]).count(kind) + list(kinds[:i]).count(kind)
-        p = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layers[kind])
-        return body(kind, p, index, carry)
+        index = turn * _count(kinds[:period], kinds[i]) + _count(kinds[:i], kinds[i])
+        p = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layers[kinds[i]])
+        return body(kinds[i], p, index, carry)
 
     def whole_period(turn: Array, carry: Any) -> Any:
         for i in range(period):
-            carry = one(i, turn, carry)
+            carry = one(turn, i, carry)
         return carry
 
-    if first >= last:
-        head, tail = range(lo, hi), range(0)
-    else:
-        head, tail = range(lo, first * period), range(last * period, hi)
-    for i in head:
-        carry = one(i % period, i // period, carry)
+    first = -(-lo // period)
+    last = max(first, hi // period)
+    for i in range(lo, min(hi, first * period)):
+        carry = one(i // period, i % period, carry)
     if first < last:
-        carry = jax.lax.fori_loop(first, last, whole_period, carry, unroll=min(max(1, 4 // period), last - first))
-    for i in tail:
-        carry = one(i % period, i // period, carry)
+        unroll = max(1, min(4 // period, last - first))
+        carry = jax.lax.fori_loop(first, last, whole_period, carry, unroll=unroll)
+    for i in range(last * period, hi):
+        carry = one(i // period, i % period, carry)
     return carry
+
+
+def _count(kinds: Sequence[str], kind: str) -> int:
+    return list(kinds).count(kind)
 
 
 def stack_layers(layers: Sequence[Params], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:

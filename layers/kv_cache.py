@@ -8,8 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch
-from jaxserve.pallas_kernels.paged_attention.types import KVCache as KVCache
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch, KVCache as KVCache
 
 
 @jax.tree_util.register_dataclass
