@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -253,6 +254,30 @@ def test_the_client_prints_the_stream(capsys):
 
     assert asyncio.run(main()).text == "abc" * 3
     assert capsys.readouterr().out == "abc" * 3
+
+
+@pytest.mark.full
+def test_the_scripts_serve_the_demo_model_and_end_on_sigterm():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(EXAMPLE / "server.py"), "--port", "0", "--max-model-len", "256"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = server.stdout.readline().split()[-1]
+            with grpc.insecure_channel(address) as channel:
+                watch = health_pb2_grpc.HealthStub(channel).Watch(
+                    health_pb2.HealthCheckRequest(service=example.SERVICE), wait_for_ready=True, timeout=300
+                )
+                assert any(response.status == SERVING for response in watch)
+                watch.cancel()
+            ask = [sys.executable, str(EXAMPLE / "client.py"), "The capital of France is", "--temperature", "0"]
+            asked = subprocess.run(
+                [*ask, "--max-tokens", "8", "--address", address], stdout=subprocess.PIPE, text=True, check=True
+            )
+            assert "Paris" in asked.stdout
+            assert asked.stdout.endswith("[length, 8 tokens]\n")
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
 
 
 def test_every_scalar_of_the_protocol_says_whether_it_is_set():
