@@ -175,7 +175,11 @@ class EngineProcess:
     def _wait_for_start(self) -> Facts:
         try:
             message = self.receive()
-        except BaseException:  # also KeyboardInterrupt: a load can be long
+        except EngineDeadError as error:
+            self.close()
+            hint = 'see its stderr; a script must guard its calls by `if __name__ == "__main__":`'
+            raise EngineDeadError(f"the engine could not start: {error} ({hint})") from error
+        except BaseException:  # KeyboardInterrupt: a load can be long
             self.close()
             raise
         if message.facts is None:

@@ -423,6 +423,34 @@ def test_a_start_that_fails_says_why_and_leaves_no_process(start):
     assert set(multiprocessing.active_children()) <= before
 
 
+def test_a_script_without_a_guard_is_told_of_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from echo_core import echo\nfrom jaxserve import AsyncLLM\nAsyncLLM.over(echo, {})\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, script], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "a script must guard its calls by `if __name__" in done.stderr
+
+
+def test_a_program_that_forgets_shutdown_still_ends(tmp_path):
+    script = """
+import asyncio
+from echo_core import echo
+from jaxserve import AsyncLLM, SamplingParams
+async def main():
+    llm = AsyncLLM.over(echo, {})
+    await anext(llm.generate("a", SamplingParams(max_tokens=4000), "r"))
+    print(llm._process.pid)
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert _ends(int(done.stdout))
+
+
 def test_shutdown_wakes_waiters_and_leaves_no_process(start):
     async def main():
         llm = start()
