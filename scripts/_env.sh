@@ -79,9 +79,10 @@ else:
   printf '%s\n' "$packages" >"$venv/ahead-of-time/$2"
 }
 
+# Says nothing but errors.
 pip_install() { # pip_install DIR ARGUMENT...
   local venv=$1
   shift
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore "$@" ||
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --root-user-action=ignore "$@" ||
     die "pip could not install: $*"
 }

@@ -31,7 +31,8 @@ def generate(
     texts = read_prompts(prompt or [], prompt_file)
     kind = RequestOutputKind.FINAL_ONLY if as_json else RequestOutputKind.DELTA
     write = JsonWriter(texts) if as_json else TextWriter(texts)
-    with driver.start(engine) as llm:
+    # One batch needs few programs: compiling all of them beside it would only slow it down.
+    with driver.start({"warm_up": "off", **engine}) as llm:
         llm_engine = llm.llm_engine
         prompts = {str(i): encode(llm_engine, text, chat=chat) for i, text in enumerate(texts)}
         params = driver.sampling_params(llm_engine, sampling, output_kind=kind)

@@ -60,7 +60,7 @@ def test_chat_puts_the_prompt_into_the_template(run):
 
 def test_the_users_options_override_the_models_defaults_and_only_those_given_reach_the_engine(run):
     _, _, _, llm = run("generate", *MODEL, "--prompt", "a", "--page-size", "32", "--no-enable-prefix-caching")
-    assert llm.options == {"model": "m", "page_size": 32, "enable_prefix_caching": False}
+    assert llm.options == {"model": "m", "warm_up": "off", "page_size": 32, "enable_prefix_caching": False}
     engine = FakeEngine()
     assert driver.sampling_params(engine, {}).temperature == 0.25
     assert driver.sampling_params(engine, {}).max_tokens == driver.DEFAULT_MAX_TOKENS
