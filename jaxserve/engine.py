@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import pathlib
 import time
 from collections.abc import Iterable
@@ -39,9 +40,11 @@ class EngineCore:
         self.config, self.runner_config = config, runner_config
         pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
         self.scheduler = Scheduler(scheduler_config, pool, enable_prefix_caching=config.cache.enable_prefix_caching)
-        self.runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype)
+        blocks = config.runtime.warm_up == "blocking"
+        threads = min(4, os.cpu_count() or 1) if blocks else 1  # beside running steps one thread has to do
+        self.runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
         if config.runtime.warm_up != "off":
-            self.runner.warm_up(block=config.runtime.warm_up == "blocking")
+            self.runner.warm_up(block=blocks)
         self._overlap = config.runtime.async_scheduling
         self._in_flight: StepFuture | None = None
         self._requests: dict[int, Request] = {}

@@ -5,7 +5,7 @@ one that covers it, while the exact one compiles in the background; else it comp
 after warm-up is a defect and is counted and logged.
 """
 
-import itertools
+import contextlib
 import logging
 import queue
 import threading
@@ -28,42 +28,41 @@ class Key(Protocol):
 
 
 class Compiler:
-    """Background threads shared by all program tables; urgent work overtakes warm-up.
+    """Background threads shared by all program tables.
 
     They end with the compiler, by `close()`, garbage collection or at exit: the interpreter must not end in a compile.
     """
 
     def __init__(self, num_threads: int):
-        self._jobs: queue.PriorityQueue = queue.PriorityQueue()
-        self._order = itertools.count()
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         threads = [threading.Thread(target=_work, args=(self._jobs,), daemon=True) for _ in range(num_threads)]
         for thread in threads:
             thread.start()
         self.close = weakref.finalize(self, _end, self._jobs, threads)
 
-    def submit(self, job: Callable[[], object], *, urgent: bool = False) -> Future:
+    def submit(self, job: Callable[[], object]) -> Future:
         future: Future = Future()
-        self._jobs.put((URGENT if urgent else WARM_UP, next(self._order), job, future))
+        self._jobs.put((job, future))
         return future
 
 
-END, URGENT, WARM_UP = range(3)
-
-
-def _end(jobs: queue.PriorityQueue, threads: list[threading.Thread]) -> None:
-    for i, _ in enumerate(threads):
-        jobs.put((END, i, None, None))
+def _end(jobs: queue.SimpleQueue, threads: list[threading.Thread]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:  # what has not started never will
+            jobs.get_nowait()
+    for _ in threads:
+        jobs.put((None, None))
     for thread in threads:
         thread.join()
 
 
-def _work(jobs: queue.PriorityQueue) -> None:
+def _work(jobs: queue.SimpleQueue) -> None:
     while True:
-        kind, _, job, future = jobs.get()
-        if kind == END:
+        job, future = jobs.get()
+        if job is None:
             return
+        future.set_running_or_notify_cancel()
         try:
-            future.set_running_or_notify_cancel()
             future.set_result(job())
         except BaseException as error:  # handed to whoever waits
             future.set_exception(error)
@@ -93,26 +92,26 @@ class Programs[K: Key]:
 
     def request(self, keys: Iterable[K]) -> list[Future]:
         """Starts to compile, in the background, what is neither ready nor on its way."""
+        futures = []
         for key in keys:
             if key not in self._pending:
-                self._submit(key, urgent=False)
-        return [self._pending[key] for key in keys]
-
-    def _submit(self, key: K, *, urgent: bool) -> None:
-        self._pending[key] = self._compiler.submit(lambda: self._compile(key), urgent=urgent)
+                self._pending[key] = self._compiler.submit(lambda key=key: self._compile(key))
+            futures.append(self._pending[key])
+        return futures
 
     def _wait(self, key: K) -> Callable:
         start = time.monotonic()
-        if key not in self._pending or not self._pending[key].running():
-            self._submit(key, urgent=True)  # overtakes a warm-up job that has not started
-        self._pending[key].result()
+        if key in self._pending and self._pending[key].running():
+            self._pending[key].result()
+        else:
+            self._compile(key)  # here and now: no queue to wait in
         if self.warm:
             self.num_stalls += 1
             logger.warning("a step waited %.2f s for %s %s after warm-up", time.monotonic() - start, self._name, key)
         return self._ready[key]
 
     def _compile(self, key: K) -> None:
-        if key in self._ready:  # asked for twice: once for warm-up, once by a step that could not wait
+        if key in self._ready:  # a step could not wait for its turn in the warm-up
             return
         start = time.monotonic()
         self._ready[key] = self._build(key)

@@ -7,11 +7,10 @@ so the device runs steps in the order of their dispatch and never copies the cac
 
 import concurrent.futures
 import dataclasses
-import functools
 import logging
-import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +102,9 @@ def token_logprobs(host: Sampled, row: int, k: int) -> TokenLogprobs:
 class Runner:
     """The only owner of device state and the only caller of compiled programs."""
 
-    def __init__(self, model: Model, params: dict, config: RunnerConfig, *, kv_dtype: jnp.dtype):
+    def __init__(
+        self, model: Model, params: dict, config: RunnerConfig, *, kv_dtype: jnp.dtype, num_compile_threads: int = 1
+    ):
         self._model, self._params, self._config = model, params, config
         self._head = {name: leaf for name, leaf in params.items() if name != "layers"}
         self.kv = init_kv_cache(model.config, num_pages=config.num_pages, page_size=config.page_size, dtype=kv_dtype)
@@ -111,7 +112,7 @@ class Runner:
         self._sampling = init_sampling(config.max_num_seqs, model.config.vocab_size)
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
-        self._compiler = Compiler(min(4, os.cpu_count() or 1))
+        self._compiler = Compiler(num_compile_threads)
         self._abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             (self._params, self._head, self.kv, self._sequences, self._sampling),
@@ -305,32 +306,29 @@ class Runner:
 
     def _build_forward(self, shape: StepShape) -> Callable:
         params, _, kv, sequences, _ = self._abstract
-        function = functools.partial(forward_step, self._model, shape=shape)
-        return compiled(function, (params, kv, sequences, int32(shape.num_ints)), donate=(1, 2))
+        return compiled(forward_step, self._model, params, kv, sequences, int32(shape.num_ints), shape=shape)
 
     def _build_sample(self, shape: SampleShape) -> Callable:
         _, head, _, sequences, sampling = self._abstract
-        function = functools.partial(sample_step, self._model, features=shape.features)
-        hidden = self._hidden(shape.rows)
-        return compiled(function, (head, hidden, int32(shape.rows), sequences, sampling), donate=(3, 4))
+        arguments = (head, self._hidden(shape.rows), int32(shape.rows), sequences, sampling)
+        return compiled(sample_step, self._model, *arguments, features=shape.features)
 
     def _build_score(self, rows: "Rows") -> Callable:
-        function = functools.partial(score_step, self._model, num_logprobs=self._config.max_logprobs)
-        return compiled(function, (self._abstract[1], self._hidden(rows.count), int32(rows.count)))
+        arguments = (self._abstract[1], self._hidden(rows.count), int32(rows.count))
+        return compiled(score_step, self._model, *arguments, num_logprobs=self._config.max_logprobs)
 
     def _build_update_tables(self, rows: "Rows") -> Callable:
-        return compiled(update_tables, (self._abstract[3], int32(rows.count, 3)), donate=(0,))
+        return compiled(update_tables, self._abstract[3], int32(rows.count, 3))
 
     def _build_start_slots(self, rows: "Rows") -> Callable:
         *_, sequences, sampling = self._abstract
         floats = jax.ShapeDtypeStruct((rows.count, 6), jnp.float32)
-        arguments = (sequences, sampling, int32(rows.count, 5 + MAX_STOP_IDS), floats)
-        return compiled(start_slots, arguments, donate=(0, 1))
+        return compiled(start_slots, sequences, sampling, int32(rows.count, 5 + MAX_STOP_IDS), floats)
 
     def _build_start_edits(self, _: "Rows") -> Callable:
         sampling = self._abstract[4]
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sampling.edits)
-        return compiled(start_edits, (sampling, int32(), row), donate=(0,))
+        return compiled(start_edits, sampling, int32(), row)
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._head["final_norm"].dtype)
@@ -354,13 +352,7 @@ def int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def compiled(function: Callable, arguments: tuple, *, donate: tuple[int, ...] = ()) -> Callable:
-    """`function` compiled for the shapes of `arguments`."""
-    return jax.jit(function, donate_argnums=donate, **compile_options()).lower(*arguments).compile()
-
-
-def compile_options() -> dict:
-    """Options of `jax.jit` that the layer loop needs on this backend (Triton GEMMs copy the weight stack)."""
-    if jax.default_backend() == "gpu":
-        return {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
-    return {}
+def compiled(function: Any, *arguments: Any, **static: Any) -> Callable:
+    """A jitted function compiled for the shapes of `arguments`."""
+    options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None  # they copy the weights
+    return function.lower(*arguments, **static).compile(compiler_options=options)

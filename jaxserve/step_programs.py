@@ -1,10 +1,13 @@
 """The device's side of a step: pure functions from (params, state, flat host arrays) to (results, state).
 
+All are jitted here, once for the process: engines of the same model and shapes share traces.
+
 Shapes: B decode rows, T packed prefill tokens of at most S sequences, R rows that may sample (B decode rows, then the
 last row of each prefill sequence, then padding). Padding rows name the dummy slot, the last row of every slot array.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +66,7 @@ class SampleShape:
         return features.random + 2 * features.edits + (features.num_logprobs is not None)
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="shape", donate_argnums=(2, 3))
 def forward_step(
     model: Model, params: dict, kv: dict[str, KVCache], sequences: SequenceState, ints: Array, *, shape: StepShape
 ) -> tuple[Array, Array, dict[str, KVCache], SequenceState]:
@@ -125,6 +129,7 @@ def _prefill_region(
     return batch, (slots[seq], positions, valid, token_ids)
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="features", donate_argnums=(4, 5))
 def sample_step(
     model: Model,
     head: dict,
@@ -139,6 +144,7 @@ def sample_step(
     return sample(model.logits(head, hidden), slots, sequences, sampling, features)
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="num_logprobs")
 def score_step(model: Model, head: dict, hidden: Array, token_ids: Array, *, num_logprobs: int) -> Sampled:
     """Logprobs of the given next tokens i32 [T] after hidden [T, D], 64 rows at a time to bound the logits' memory."""
     rows = min(64, hidden.shape[0])
@@ -147,12 +153,14 @@ def score_step(model: Model, head: dict, hidden: Array, token_ids: Array, *, num
     return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), scored)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
 def update_tables(sequences: SequenceState, updates: Array) -> SequenceState:
     """`page_table[slot, index] = page` for updates i32 [U, 3] = (slot, index, page). Donates sequences."""
     slot, index, page = updates.T
     return dataclasses.replace(sequences, page_table=sequences.page_table.at[slot, index].set(page))
 
 
+@functools.partial(jax.jit, donate_argnums=(0, 1))
 def start_slots(
     sequences: SequenceState, sampling: SamplingState, ints: Array, floats: Array
 ) -> tuple[SequenceState, SamplingState]:
@@ -178,6 +186,7 @@ def start_slots(
     return dataclasses.replace(sequences, stopped=sequences.stopped.at[slot].set(slot == dummy)), sampling
 
 
+@functools.partial(jax.jit, donate_argnums=0)
 def start_edits(sampling: SamplingState, slot: Array, row: EditState) -> SamplingState:
     """Writes one slot's rarer wishes: `row` holds one row of each field. Donates sampling."""
     edits = jax.tree.map(lambda all_rows, new: all_rows.at[slot].set(new), sampling.edits, row)

@@ -1,0 +1,120 @@
+"""The compile guard: which program a step gets, and what counts as a stall."""
+
+import dataclasses
+import logging
+import threading
+
+import pytest
+
+from jaxserve.config import prefill_seqs
+from jaxserve.layers.sampler import SamplingFeatures
+from jaxserve.programs import Compiler, Programs
+from jaxserve.step_programs import SampleShape, StepShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    n: int
+
+    def covers(self, other):
+        return self.n >= other.n
+
+    @property
+    def cost(self):
+        return self.n
+
+
+@pytest.fixture
+def compiler():
+    compiler = Compiler(1)
+    yield compiler
+    compiler.close()
+
+
+def test_the_exact_program_is_compiled_once(compiler):
+    built = []
+    programs = Programs("p", lambda key: built.append(key) or (lambda: key), compiler)
+    assert programs.get(Size(3))[1]() == Size(3)
+    assert programs.get(Size(3))[1]() == Size(3)
+    assert built == [Size(3)]
+
+
+def test_a_larger_ready_program_stands_in_while_the_exact_one_compiles(compiler):
+    gate = threading.Event()
+
+    def build(key):
+        if key == Size(2):
+            gate.wait(10)
+        return lambda: key
+
+    programs = Programs("p", build, compiler)
+    for job in programs.request([Size(16), Size(8)]):
+        job.result(10)
+    key, program = programs.get(Size(2))
+    assert key == program() == Size(8)  # the smallest that covers
+    gate.set()
+    (job,) = programs.request([Size(2)])
+    job.result(10)
+    assert programs.get(Size(2))[0] == Size(2)
+
+
+def test_a_smaller_program_never_stands_in(compiler):
+    programs = Programs("p", lambda key: lambda: key, compiler)
+    programs.get(Size(2))
+    assert programs.get(Size(4))[0] == Size(4)
+
+
+def test_a_wait_after_warm_up_is_counted_and_logged_with_its_shape(compiler, caplog):
+    programs = Programs("forward", lambda key: lambda: key, compiler)
+    programs.get(Size(4))
+    assert programs.num_stalls == 0
+    programs.warm = True
+    programs.get(Size(4))
+    programs.get(Size(2))
+    assert programs.num_stalls == 0
+    with caplog.at_level(logging.WARNING):
+        programs.get(Size(9))
+    assert programs.num_stalls == 1
+    assert "forward Size(n=9)" in caplog.text
+
+
+def test_an_error_of_the_compiler_reaches_the_step(compiler):
+    def build(key):
+        raise RuntimeError("no such instruction")
+
+    programs = Programs("p", build, compiler)
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        programs.get(Size(1))
+    (job,) = programs.request([Size(2)])
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        job.result(10)
+
+
+def test_the_default_programs_cover_every_plan_and_are_few(llm):
+    runner, config = llm.llm_engine.core.runner, llm.llm_engine.core.runner_config
+    shapes = runner.default_shapes()
+    for rows in range(config.max_num_seqs + 1):
+        for tokens in range(65):
+            for seqs in {0, 1, min(tokens, prefill_seqs(config.prefill_tokens[-1]))}:
+                if rows + tokens and (tokens > 0) == (seqs > 0):
+                    plan = StepShape(decode_rows=rows, prefill_tokens=tokens, prefill_seqs=seqs)
+                    assert any(shape.covers(plan) for shape in shapes)
+
+
+def test_the_default_warm_up_compiles_at_most_48_programs(make_llm):
+    llm = make_llm(max_num_seqs=32, max_num_batched_tokens=512)  # the CPU's defaults
+    runner = llm.llm_engine.core.runner
+    runner.warm_up(block=False)
+    assert len(runner._warm_up_jobs) <= 48
+    llm.close()
+
+
+def test_a_sample_program_with_more_features_covers_one_with_fewer():
+    shape = StepShape(decode_rows=16, prefill_tokens=64, prefill_seqs=8)
+    assert shape.sample_rows == 32
+    every = SampleShape(rows=32, features=SamplingFeatures(random=True, edits=True, num_logprobs=5))
+    greedy = SampleShape(rows=32, features=SamplingFeatures())
+    assert every.covers(greedy)
+    assert not greedy.covers(every)
+    assert not every.covers(SampleShape(rows=16, features=SamplingFeatures()))
+    assert not every.covers(SampleShape(rows=32, features=SamplingFeatures(num_logprobs=6)))
