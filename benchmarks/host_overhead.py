@@ -52,8 +52,8 @@ class NullRunner(Runner):
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._forward = NullPrograms(lambda params, kv, sequences, ints: (None, None, kv, sequences))
         self._sample = NullPrograms(self._null_sample)
-        self._update_tables = lambda sequences, rows: sequences
-        self._start_slots = lambda sequences, sampling, ints, floats: (sequences, sampling)
+        self._update_tables = NullPrograms(lambda sequences, rows: sequences)
+        self._start_slots = NullPrograms(lambda sequences, sampling, ints, floats: (sequences, sampling))
 
     @staticmethod
     def _null_sample(head, hidden, rows, sequences, sampling):

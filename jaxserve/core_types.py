@@ -28,7 +28,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     rank: int  # of token_ids[0], 1 = most likely
 
 
-class CoreOutput(msgspec.Struct, kw_only=True, array_like=True):
+class CoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """What one step changed for one sequence."""
 
     seq_id: int

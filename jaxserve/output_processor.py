@@ -122,11 +122,10 @@ class OutputProcessor:
                 continue
             if len(state.sequences) > 1:
                 shared.setdefault(state.request_id, []).append(sequence)
-            elif (output := self._output(state, state.sequences, now)) is not None:
-                outputs.append(output)
+            else:
+                outputs.append(self._output(state, state.sequences, now))
         for request_id, sequences in shared.items():
-            if (output := self._output(self._requests[request_id], sequences, now)) is not None:
-                outputs.append(output)
+            outputs.append(self._output(self._requests[request_id], sequences, now))
         return outputs, stopped
 
     def _detokenizer(self, core: CoreRequest) -> IncrementalDetokenizer | None:
@@ -186,15 +185,13 @@ class OutputProcessor:
                 candidates[token] = Logprob(logprob, rank, text)
         return candidates
 
-    def _output(self, state: RequestState, sequences: list[Sequence], now: float) -> RequestOutput | None:
+    def _output(self, state: RequestState, sequences: list[Sequence], now: float) -> RequestOutput:
         finished = not state.num_unfinished
         delta = state.kind is RequestOutputKind.DELTA
         if finished:
             state.metrics.finished_time = now
             del self._requests[state.request_id]
         completions = [completion(sequence, delta) for sequence in (sequences if delta else state.sequences)]
-        if delta and not finished and not any(c.text or c.token_ids or c.finish_reason for c in completions):
-            return None  # everything is held back: an unfinished character or a possible stop string
         return RequestOutput(
             request_id=state.request_id,
             prompt=state.prompt,
