@@ -44,7 +44,7 @@ def build_params(model: Model, weights: dict[str, np.ndarray]) -> dict[str, Any]
     return jax.tree.map(jnp.asarray, host)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
 def run_step(
     model: Model, params: Any, kv: dict[str, KVCache], batch: StepBatch
 ) -> tuple[jax.Array, dict[str, KVCache]]:
