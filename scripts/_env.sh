@@ -28,7 +28,8 @@ create_venv() { # create_venv DIR
     "$python" -m venv --clear "$1"
   elif command -v uv >/dev/null 2>&1; then
     say "making $1 with uv"
-    uv venv --quiet --clear --seed --python 3.12 "$1"
+    rm -rf "$1"
+    uv venv --quiet --seed --python 3.12 "$1" || die "uv could not make $1"
   else
     die "jaxserve needs Python 3.12, 3.13 or 3.14 with its venv module, and none was found on PATH or in pyenv.
   Debian, Ubuntu:  apt install python3 python3-venv   (Debian 13, Ubuntu 24.04 or newer)
