@@ -23,6 +23,7 @@ class _Reader(NamedTuple):
 
     kv: KVCache
     layer: int | Array
+    batch: AttentionBatch
     scale: float
     sliding_window: int | None
     soft_cap: float | None
@@ -39,27 +40,26 @@ def paged_attention(
     soft_cap: float | None,
 ) -> tuple[Array, Array]:
     """Output `[rows, N, H]` in q.dtype and float32 log-sum-exp `[rows, N]`; see the package's `paged_attention`."""
-    reader = _Reader(kv, layer, scale, sliding_window, soft_cap)
+    reader = _Reader(kv, layer, batch, scale, sliding_window, soft_cap)
     K, H = kv.k.shape[-2:]
     heads = q.reshape(q.shape[0], K, -1, H)
     region = _decode if batch.cu_q_lens is None else _prefill
-    out, lse = region(heads, batch, reader)
+    out, lse = region(heads, reader)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:2])
 
 
-def _decode(q: Array, batch: AttentionBatch, reader: _Reader) -> tuple[Array, Array]:
+def _decode(q: Array, reader: _Reader) -> tuple[Array, Array]:
     """q [B * max_q_len, K, G, H]."""
     rows, K, G, H = q.shape
-    B, Q = batch.kv_lens.shape[0], batch.max_q_len
+    B, Q = reader.batch.kv_lens.shape[0], reader.batch.max_q_len
     W = decode_group(B)
-    order = jnp.argsort(batch.kv_lens)  # so that sequences of similar length share a group
+    order = jnp.argsort(reader.batch.kv_lens)  # so that sequences of similar length share a group
     q = q.reshape(B, Q, K, G, H).transpose(0, 2, 1, 3, 4)[order]  # [B, K, Q, G, H]
-    page_table, kv_lens = batch.page_table[order], batch.kv_lens[order]
-    positions = kv_lens[:, None] - Q + jnp.arange(Q)[None]
+    positions = reader.batch.kv_lens[order][:, None] - Q + jnp.arange(Q)[None]
 
     def group(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         mine = lambda x: jax.lax.dynamic_slice_in_dim(x, i * W, W)  # noqa: E731
-        new = _tile(mine(q), mine(positions), mine(page_table), mine(kv_lens), reader)
+        new = _tile(mine(q), mine(positions), mine(order), reader)
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * W, 0), carry, new)
 
     out, lse = jax.lax.fori_loop(
@@ -70,13 +70,13 @@ def _decode(q: Array, batch: AttentionBatch, reader: _Reader) -> tuple[Array, Ar
     return out.reshape(rows, K, G, H), lse.reshape(rows, K, G)
 
 
-def _prefill(q: Array, batch: AttentionBatch, reader: _Reader) -> tuple[Array, Array]:
+def _prefill(q: Array, reader: _Reader) -> tuple[Array, Array]:
     """q [T, K, G, H], packed.
 
     Tiles come in the order of their rows. One that reaches past its sequence's end leaves zeros in rows of the next
     sequence, whose own tiles come later and overwrite them.
     """
-    T = q.shape[0]
+    T, batch = q.shape[0], reader.batch
     assert batch.cu_q_lens is not None
     size = prefill_tile(T)
     starts, q_lens = batch.cu_q_lens[:-1], jnp.diff(batch.cu_q_lens)
@@ -91,7 +91,7 @@ def _prefill(q: Array, batch: AttentionBatch, reader: _Reader) -> tuple[Array, A
         positions = jnp.where(row < q_lens[s], batch.kv_lens[s] - q_lens[s] + row, -1)
         start = starts[s] + first
         mine = jax.lax.dynamic_slice_in_dim(padded, start, size).transpose(1, 0, 2, 3)[None]
-        out, lse = _tile(mine, positions[None], batch.page_table[s][None], batch.kv_lens[s][None], reader)
+        out, lse = _tile(mine, positions[None], s[None], reader)
         new = (out[0].transpose(1, 0, 2, 3), lse[0].transpose(1, 0, 2))
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), carry, new)
 
@@ -100,12 +100,12 @@ def _prefill(q: Array, batch: AttentionBatch, reader: _Reader) -> tuple[Array, A
     return out[:T], lse[:T]
 
 
-def _tile(q: Array, positions: Array, page_table: Array, kv_lens: Array, reader: _Reader) -> tuple[Array, Array]:
+def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tuple[Array, Array]:
     """Attention of query rows to the pages of their sequences.
 
     Args:
         q: [W, K, R, G, H]. positions: i32 [W, R], ascending in R; -1 or less sees nothing.
-        page_table: i32 [W, max_pages]. kv_lens: i32 [W].
+        sequences: i32 [W], rows of the batch.
     Returns:
         Output [W, K, R, G, H] and log-sum-exp [W, K, R, G], float32.
     """
@@ -113,13 +113,14 @@ def _tile(q: Array, positions: Array, page_table: Array, kv_lens: Array, reader:
     block = kv_block(W, R, reader.kv.page_size)
     first, num_blocks = _visible_blocks(positions, reader.sliding_window, block)
     dtype = matmul_dtype(R * G, reader.kv.k.dtype)
+    kv_lens = reader.batch.kv_lens[sequences]
     q = (q.reshape(W, K, R * G, H).astype(jnp.float32) * reader.scale).astype(dtype)
     row_position = jnp.repeat(positions, G, axis=1)[:, None, :, None]  # [W, 1, R * G, 1]
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
         at = (first + i)[:, None] * block + jnp.arange(block)[None]  # [W, block], positions of this block
-        rows = _cache_rows(page_table, at, reader)
+        rows = _cache_rows(sequences, at, reader)
         k = _gather(reader.kv.k, rows, dtype)
         scores = jnp.einsum("wkrh,wkjh->wkrj", q, k, preferred_element_type=jnp.float32)
         if reader.soft_cap is not None:
@@ -155,11 +156,10 @@ def _visible_blocks(positions: Array, window: int | None, block: int) -> tuple[A
     return first, jnp.max(jnp.where(last < 0, 0, last // block + 1 - first))
 
 
-def _cache_rows(page_table: Array, at: Array, reader: _Reader) -> Array:
+def _cache_rows(sequences: Array, at: Array, reader: _Reader) -> Array:
     """Rows of the cache seen as [L * P * page_size * K, H], for positions [W, block]: i32 [W, K, block]."""
     _, P, page_size, K, _ = reader.kv.k.shape
-    index = jnp.minimum(at // page_size, page_table.shape[1] - 1)
-    page = jnp.take_along_axis(page_table, index, axis=1)
+    page = reader.batch.page_table.at[sequences[:, None], at // page_size].get(mode="clip")
     slot = (reader.layer * P + page) * page_size + at % page_size
     return slot[:, None, :] * K + jnp.arange(K)[None, :, None]
 

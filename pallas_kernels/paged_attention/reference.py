@@ -1,0 +1,66 @@
+"""Paged attention by its definition, one query row at a time, in float32. Slow; the truth that tests compare with."""
+
+import numpy as np
+from jax import Array
+
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+
+
+def paged_attention(
+    q: Array,  # [rows, N, H]
+    kv: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`softmax(cap(scale q k^T)) v` over the positions that each row sees, and the log of the softmax's denominator.
+
+    Query head n attends with the keys and values of head `n // (N / K)`. Source: arXiv 1706.03762, 2305.13245 (grouped
+    heads), 2004.05150 (sliding window), 2408.00118 (soft cap).
+    """
+    queries = np.asarray(q).astype(np.float32)
+    num_rows, num_heads, _ = queries.shape
+    out, lse = np.zeros(queries.shape, np.float32), np.full((num_rows, num_heads), -np.inf, np.float32)
+    for row, (sequence, position) in enumerate(query_positions(batch, num_rows)):
+        if position < 0:
+            continue
+        first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+        keys = _read(kv.k, layer, batch.page_table, sequence, first, position + 1, num_heads)
+        values = _read(kv.v, layer, batch.page_table, sequence, first, position + 1, num_heads)
+        scores = np.einsum("nh,jnh->nj", queries[row], keys) * np.float32(scale)
+        if soft_cap is not None:
+            scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
+        largest = scores.max(axis=1, keepdims=True)
+        weights = np.exp(scores - largest)
+        total = weights.sum(axis=1, keepdims=True)
+        out[row] = np.einsum("nj,jnh->nh", weights / total, values)
+        lse[row] = (largest + np.log(total))[:, 0]
+    return out, lse
+
+
+def query_positions(batch: AttentionBatch, num_rows: int) -> list[tuple[int, int]]:
+    """(sequence, position) of each query row; position -1 for a row that belongs to no sequence."""
+    kv_lens = np.asarray(batch.kv_lens).tolist()
+    if batch.cu_q_lens is None:
+        size = batch.max_q_len
+        return [(s, max(-1, n - size + j)) for s, n in enumerate(kv_lens) for j in range(size)]
+    cu_q_lens = np.asarray(batch.cu_q_lens).tolist()
+    rows = []
+    for s, n in enumerate(kv_lens):
+        q_len = cu_q_lens[s + 1] - cu_q_lens[s]
+        rows += [(s, n - q_len + j) for j in range(q_len)]
+    return rows + [(0, -1)] * (num_rows - len(rows))
+
+
+def _read(
+    cache: Array, layer: int, page_table: Array, sequence: int, first: int, end: int, num_heads: int
+) -> np.ndarray:
+    """Positions `[first, end)` of one sequence, repeated for the query heads that share them: [end - first, N, H]."""
+    pages = np.asarray(cache)[layer]
+    page_size, num_kv_heads = pages.shape[1], pages.shape[2]
+    table = np.asarray(page_table)[sequence]
+    tokens = [pages[table[j // page_size], j % page_size] for j in range(first, end)]
+    return np.repeat(np.stack(tokens).astype(np.float32), num_heads // num_kv_heads, axis=1)
