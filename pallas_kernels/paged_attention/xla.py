@@ -53,20 +53,18 @@ def _decode(q: Array, reader: _Reader) -> tuple[Array, Array]:
     rows, K, G, H = q.shape
     B, Q = reader.batch.kv_lens.shape[0], reader.batch.max_q_len
     W = decode_group(B)
-    order = jnp.argsort(reader.batch.kv_lens)  # so that sequences of similar length share a group
-    q = q.reshape(B, Q, K, G, H).transpose(0, 2, 1, 3, 4)[order]  # [B, K, Q, G, H]
-    positions = reader.batch.kv_lens[order][:, None] - Q + jnp.arange(Q)[None]
+    order = jnp.argsort(reader.batch.kv_lens) if W < B else jnp.arange(B)  # similar lengths share a group
+    q = q.reshape(B, Q, K, G, H).transpose(0, 2, 1, 3, 4)  # [B, K, Q, G, H]
+    positions = reader.batch.kv_lens[:, None] - Q + jnp.arange(Q)[None]
 
     def group(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        mine = lambda x: jax.lax.dynamic_slice_in_dim(x, i * W, W)  # noqa: E731
-        new = _tile(mine(q), mine(positions), mine(order), reader)
-        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * W, 0), carry, new)
+        mine = jax.lax.dynamic_slice_in_dim(order, i * W, W)
+        new = _tile(q[mine], positions[mine], mine, reader)
+        return jax.tree.map(lambda x, y: x.at[mine].set(y, unique_indices=True), carry, new)
 
-    out, lse = jax.lax.fori_loop(
-        0, B // W, group, (jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32))
-    )
-    back = jnp.argsort(order)
-    out, lse = out[back].transpose(0, 2, 1, 3, 4), lse[back].transpose(0, 2, 1, 3)
+    empty = (jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32))
+    out, lse = jax.lax.fori_loop(0, B // W, group, empty)
+    out, lse = out.transpose(0, 2, 1, 3, 4), lse.transpose(0, 2, 1, 3)
     return out.reshape(rows, K, G, H), lse.reshape(rows, K, G)
 
 
