@@ -98,10 +98,7 @@ class SamplingParams:
         if isinstance(self.temperature, int | float) and 0.0 < self.temperature < 0.01:
             put("temperature", 0.01)
         if self.logit_bias is not None:
-            bias = {int(k): v for k, v in self.logit_bias.items()}
-            for v in bias.values():
-                _number("logit_bias", v, -math.inf, math.inf, "finite numbers")
-            put("logit_bias", {k: min(100.0, max(-100.0, float(v))) for k, v in bias.items()})
+            put("logit_bias", _as_bias(self.logit_bias))
 
     def _check_ranges(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -145,8 +142,6 @@ class SamplingParams:
                 raise ParameterError("allowed_token_ids", [], "None or a non-empty list")
             for token in self.allowed_token_ids:
                 _integer("allowed_token_ids", token, 0)
-        for token in self.logit_bias or ():
-            _integer("logit_bias", token, 0)
         if any(not isinstance(word, str) or not word.strip() for word in self.bad_words):
             raise ParameterError("bad_words", list(self.bad_words), "made of non-empty strings")
 
@@ -169,6 +164,20 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _as_bias(given: object) -> dict[int, float]:
+    """Token id -> bias within +-100; JSON's string keys are taken as ids."""
+    if not isinstance(given, Mapping):
+        raise ParameterError("logit_bias", given, "a mapping of token ids to numbers")
+    bias = {}
+    for token, value in given.items():
+        if isinstance(token, str) and token.isdecimal():
+            token = int(token)
+        _integer("logit_bias", token, 0)
+        _number("logit_bias", value, -math.inf, math.inf, "finite numbers")
+        bias[token] = min(100.0, max(-100.0, float(value)))
+    return bias
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> None:

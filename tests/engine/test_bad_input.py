@@ -105,7 +105,8 @@ OUT_OF_RANGE = [
     ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")), ("seed", 2**63), ("seed", "x"),
     ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", [1]),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("logprobs", -2), ("prompt_logprobs", 1.0),
-    ("logit_bias", {-1: 1.0}), ("logit_bias", {1: float("nan")}), ("allowed_token_ids", []),
+    ("logit_bias", {-1: 1.0}), ("logit_bias", {"a": 1.0}), ("logit_bias", [3]), ("logit_bias", {1: None}),
+    ("logit_bias", {1: float("nan")}), ("allowed_token_ids", []),
     ("allowed_token_ids", [-3]), ("bad_words", [""]), ("bad_words", "word"), ("output_kind", "delta"),
 ]  # fmt: skip
 
