@@ -158,13 +158,14 @@ def _cache_rows(sequences: Array, at: Array, reader: _Reader) -> Array:
     """Rows of the cache seen as [L * P * page_size * K, H], for positions [W, block]: i32 [W, K, block]."""
     _, P, page_size, K, _ = reader.kv.k.shape
     page = reader.batch.page_table.at[sequences[:, None], at // page_size].get(mode="clip")
+    page = jnp.clip(page, 0, P - 1)  # here rather than in `_gather`, where it would cost as much as the reading
     slot = (reader.layer * P + page) * page_size + at % page_size
     return slot[:, None, :] * K + jnp.arange(K)[None, :, None]
 
 
 def _gather(cache: Array, rows: Array, dtype: DTypeLike) -> Array:
     """[W, K, block, H]: one gather that also brings the heads to the front."""
-    return jnp.take(cache.reshape(-1, cache.shape[-1]), rows, axis=0, mode="clip").astype(dtype)
+    return cache.reshape(-1, cache.shape[-1]).at[rows].get(mode="promise_in_bounds").astype(dtype)
 
 
 def decode_group(batch: int) -> int:
@@ -178,8 +179,8 @@ def prefill_tile(num_tokens: int) -> int:
 
 
 def kv_block(num_seqs: int, num_rows: int, page_size: int) -> int:
-    """Positions a block: about 1024 rows of keys a turn, so that they stay in the cache of one core."""
-    return max(page_size, 128 if num_seqs * num_rows >= 8 else 256)
+    """Positions a block: about 512 a turn over the sequences of a decode group, so that short ones waste little."""
+    return max(page_size, 128 if num_rows > 1 else min(256, 512 // num_seqs))
 
 
 def matmul_dtype(num_rows: int, dtype: DTypeLike) -> DTypeLike:
