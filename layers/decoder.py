@@ -128,7 +128,7 @@ def _run_stacked(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo
         p = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layers[kinds[i]])
         return body(kinds[i], p, index, carry)
 
-    def whole_period(turn: Array, carry: Any) -> Any:
+    def whole_period(turn: int | Array, carry: Any) -> Any:
         for i in range(period):
             carry = one(turn, i, carry)
         return carry

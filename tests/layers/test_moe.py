@@ -1,0 +1,78 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.layers.mlp import mlp
+from jaxserve.layers.moe import block_rows, moe, route
+
+E, D, F = 8, 32, 16
+
+
+def weights(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    router, gate_up, down = (
+        jax.random.normal(k, s, dtype) / s[-1] ** 0.5
+        for k, s in zip(keys, ((E, D), (E, 2 * F, D), (E, D, F)), strict=True)
+    )
+    return 4 * router, gate_up, down
+
+
+def definition(x, router, gate_up, down, top_k, normalize, chosen=None):
+    """Every token alone, over the experts that have its largest probabilities."""
+    out = np.zeros(x.shape)
+    probs = np.asarray(jax.nn.softmax(x @ router.T, axis=-1), np.float64)
+    for t in range(x.shape[0]):
+        best = np.argsort(-probs[t])[:top_k] if chosen is None else chosen[t]
+        share = probs[t, best] / (probs[t, best].sum() if normalize else 1.0)
+        for w, e in zip(share, best, strict=True):
+            out[t] += w * np.asarray(mlp(x[t : t + 1], gate_up[e], down[e], act="silu")[0], np.float64)
+    return out
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 3), (2, 3), (5, 8), (40, 2), (300, 3)])
+def test_each_token_passes_its_own_experts(tokens, top_k, normalize):
+    x = jax.random.normal(jax.random.key(tokens), (tokens, D))
+    args = weights()
+    got = jax.jit(lambda x: moe(x, *args, top_k=top_k, normalize=normalize, act="silu"))(x)
+    expected = definition(x, *args, top_k, normalize)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_the_bound_above_refuses_other_experts_and_other_shares():
+    x = jax.random.normal(jax.random.key(0), (5, D))
+    args = weights()
+    expected = definition(x, *args, 3, True)
+    assert np.abs(expected - definition(x, *args, 3, False)).max() > 1e-3
+    _, experts = route(x, args[0], 3, normalize=True)
+    neighbours = (np.asarray(experts) + 1) % E
+    assert np.abs(expected - definition(x, *args, 3, True, neighbours)).max() > 1e-3
+
+
+def test_all_tokens_at_one_expert_take_several_blocks():
+    _, gate_up, down = weights()
+    router = jnp.zeros((E, D)).at[5].set(1.0)
+    x = jnp.abs(jax.random.normal(jax.random.key(0), (50, D)))
+    assert block_rows(50, E) < 50
+    got = moe(x, router, gate_up, down, top_k=1, normalize=True, act="silu")
+    np.testing.assert_allclose(got, mlp(x, gate_up[5], down[5], act="silu"), atol=1e-5)
+
+
+def test_experts_without_rows_are_not_read():
+    router, gate_up, down = weights()
+    x = jax.random.normal(jax.random.key(3), (2, D))
+    _, experts = route(x, router, 2, normalize=True)
+    unused = np.setdiff1d(np.arange(E), np.asarray(experts))
+    poisoned = (gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan))
+    got = moe(x, router, *poisoned, top_k=2, normalize=True, act="silu")
+    np.testing.assert_array_equal(got, moe(x, router, gate_up, down, top_k=2, normalize=True, act="silu"))
+
+
+def test_bfloat16_stays_close_and_keeps_its_dtype():
+    args = weights(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (9, D), jnp.bfloat16)
+    got = moe(x, *args, top_k=2, normalize=True, act="silu")
+    assert got.dtype == jnp.bfloat16
+    wide = moe(x.astype(jnp.float32), *(w.astype(jnp.float32) for w in args), top_k=2, normalize=True, act="silu")
+    np.testing.assert_allclose(np.asarray(got, np.float32), wide, atol=2**-8 * F**0.5 * float(jnp.abs(wide).max()))
