@@ -133,7 +133,7 @@ def sample(
     """
     positions = sequences.positions[slots]
     edited = _edit(logits, slots, positions, sampling) if features.edits else logits
-    token_ids = jnp.argmax(edited, axis=-1).astype(jnp.int32)
+    token_ids = _argmax(edited)
     if features.random:
         drawn = _draw(edited, slots, positions, sampling)
         token_ids = jnp.where(sampling.temperature[slots] > 0, drawn, token_ids)
@@ -147,6 +147,13 @@ def sample(
     if features.edits:
         sampling = dataclasses.replace(sampling, edits=_record(sampling.edits, slots, token_ids))
     return _with_logprobs(logits, token_ids, features.num_logprobs), sequences, sampling
+
+
+def _argmax(logits: Array) -> Array:
+    """The first largest entry of each row, i32 [R]. Two plain reductions: XLA's argmax is 6 times slower on CPU."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    last = logits.shape[1] - 1
+    return jnp.min(jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), ids, last), axis=-1)
 
 
 def score(logits: Array, token_ids: Array, num_logprobs: int) -> Sampled:
@@ -215,7 +222,7 @@ def _draw(logits: Array, slots: Array, positions: Array, sampling: SamplingState
         sampling.seed[slots], positions
     )
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+    return _argmax(logits + noise)
 
 
 def _keep_top_k(logits: Array, top_k: Array) -> Array:
