@@ -1,6 +1,6 @@
 """Paged attention in plain XLA: the CPU path, and the fallback of other backends.
 
-How it works: a *tile* is a few query rows of W sequences. `_tile` walks over the blocks of keys and values that the
+How it works: a *tile* is Q consecutive query tokens of each of W sequences. `_tile` walks over the blocks of keys and values that the
 tile can see, with an online softmax (arXiv 2205.14135), and stops at the last one: its trip count is data, so the
 width of the page table costs nothing. The decode region is cut into groups of sequences of similar length, the prefill
 region into tiles of consecutive tokens of one sequence. Loops run over the groups and tiles that exist.
@@ -102,18 +102,18 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     """Attention of query rows to the pages of their sequences.
 
     Args:
-        q: [W, K, R, G, H]. positions: i32 [W, R], ascending in R; -1 or less sees nothing.
+        q: [W, K, Q, G, H]. positions: i32 [W, Q], ascending in Q; -1 or less sees nothing.
         sequences: i32 [W], rows of the batch.
     Returns:
-        Output [W, K, R, G, H] and log-sum-exp [W, K, R, G], float32.
+        Output [W, K, Q, G, H] and log-sum-exp [W, K, Q, G], float32.
     """
-    W, K, R, G, H = q.shape
-    block = kv_block(W, R, reader.kv.page_size)
+    W, K, Q, G, H = q.shape
+    block = kv_block(W, Q, reader.kv.page_size)
     first, num_blocks = _visible_blocks(positions, reader.sliding_window, block)
-    dtype = matmul_dtype(R * G, reader.kv.k.dtype)
+    dtype = matmul_dtype(Q * G, reader.kv.k.dtype)
     kv_lens = reader.batch.kv_lens[sequences]
-    q = (q.reshape(W, K, R * G, H).astype(jnp.float32) * reader.scale).astype(dtype)
-    row_position = jnp.repeat(positions, G, axis=1)[:, None, :, None]  # [W, 1, R * G, 1]
+    q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * reader.scale).astype(dtype)
+    row_position = jnp.repeat(positions, G, axis=1)[:, None, :, None]  # [W, 1, Q * G, 1]
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
@@ -143,7 +143,7 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     empty = top == NOTHING
     out = jnp.where(empty[..., None], 0.0, acc / jnp.where(empty, 1.0, total)[..., None])
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
-    return out.reshape(W, K, R, G, H), lse.reshape(W, K, R, G)
+    return out.reshape(W, K, Q, G, H), lse.reshape(W, K, Q, G)
 
 
 def _visible_blocks(positions: Array, window: int | None, block: int) -> tuple[Array, Array]:
