@@ -1,12 +1,12 @@
 """Host time of one engine step with a null model: what the device never has to wait for.
 
-256 running sequences decode; the device's programs are replaced by functions that return at once, everything else is
-the engine's own code. Reported for short and long contexts, since host time must not grow with them:
+256 running sequences decode under EngineCore and OutputProcessor; only the device's programs are replaced, by functions
+that return at once. Reported for short and long contexts, since host time must not grow with them:
 
-    schedule + build   Scheduler.schedule, packing the plan, both dispatches without their compiled calls
-    commit + outputs   reading the tokens, Scheduler.commit, detokenising, DELTA outputs for every sequence
+    schedule + build   Scheduler.schedule and Runner.dispatch, which packs the plan
+    commit + outputs   the rest of the step: reading the tokens, the commit, detokenising, a DELTA output a sequence
 
-    python benchmarks/host_overhead.py
+    python -m benchmarks.host_overhead
 """
 
 import statistics
@@ -16,12 +16,13 @@ import numpy as np
 
 from benchmarks._report import Row, report
 from jaxserve.config import RunnerConfig
-from jaxserve.core_types import CoreOutput, CoreRequest
+from jaxserve.core_types import CoreRequest
+from jaxserve.engine import EngineCore
 from jaxserve.layers.sampler import Sampled
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.runner import Runner
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
-from jaxserve.scheduler import PagePool, Request, Scheduler, SchedulerConfig
+from jaxserve.scheduler import PagePool, Scheduler, SchedulerConfig
 from jaxserve.weights.loader import open_tokenizer
 
 NUM_SEQS, PAGE_SIZE, NUM_STEPS = 256, 64, 400
@@ -47,7 +48,7 @@ class NullRunner(Runner):
     """A runner without device: packs plans as ever, and samples token 65 + slot % 26."""
 
     def __init__(self, config: RunnerConfig):
-        self._config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
+        self.config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
         self.kv, self._sequences, self._sampling = {}, None, None
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._forward = NullPrograms(lambda params, kv, sequences, ints: (None, None, kv, sequences))
@@ -59,6 +60,22 @@ class NullRunner(Runner):
     def _null_sample(head, hidden, rows, sequences, sampling):
         tokens = (65 + rows % 26).view(HostArray)
         return Sampled(tokens, None, None, None, None), sequences, sampling
+
+
+class Stopwatch:
+    """Adds up the time inside the functions that it wraps."""
+
+    def __init__(self):
+        self.total_s = 0.0
+
+    def timed(self, function):
+        def wrapped(*arguments):
+            start = time.perf_counter()
+            result = function(*arguments)
+            self.total_s += time.perf_counter() - start
+            return result
+
+        return wrapped
 
 
 def measure(context_len: int) -> tuple[float, float]:
@@ -73,42 +90,29 @@ def measure(context_len: int) -> tuple[float, float]:
         page_size=PAGE_SIZE,
         num_pages=pages,
         max_logprobs=20,
-        min_decode_rows=1,
+        min_decode_rows=2,
         mixed_decode_rows=(16, 64, 256),
         prefill_tokens=(64 * context_len,),
     )
     scheduler = Scheduler(scheduler_config, PagePool(num_pages=pages, page_size=PAGE_SIZE))
-    runner, outputs = NullRunner(runner_config), OutputProcessor(open_tokenizer("smollm2-135m", revision=None))
+    runner = NullRunner(runner_config)
+    core, outputs = EngineCore(scheduler, runner), OutputProcessor(open_tokenizer("smollm2-135m", revision=None))
+    build = Stopwatch()
+    scheduler.schedule, runner.dispatch = build.timed(scheduler.schedule), build.timed(runner.dispatch)
     params = SamplingParams(
         temperature=0.0, max_tokens=NUM_STEPS + 4, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
     for i in range(NUM_SEQS):
-        core = CoreRequest(seq_id=i, prompt_token_ids=[i] * context_len, params=params, eos_token_ids=[])
-        request = Request(request_id=i, prompt_token_ids=core.prompt_token_ids, max_tokens=NUM_STEPS + 4, sampling=core)
-        outputs.add(str(i), None, params, [core])
-        scheduler.add(request)
-    build_s, commit_s, previous = [], [], None
-    while scheduler.has_unfinished():
-        start = time.perf_counter()
-        plan = scheduler.schedule(start)
-        future = None if plan is None else runner.dispatch(plan)
-        middle = time.perf_counter()
-        if previous is not None:
-            updates = scheduler.commit(previous.plan, previous.result(), middle)
-            cores = [
-                CoreOutput(
-                    seq_id=u.request.request_id,
-                    new_token_ids=u.new_token_ids,
-                    finish_reason=u.finish_reason,
-                    stop_reason=u.stop_reason,
-                )
-                for u in updates
-            ]
-            outputs.process(cores, middle)
-            if plan is not None and len(plan.decode) == len(previous.plan.decode) == NUM_SEQS:
-                build_s.append(middle - start)
-                commit_s.append(time.perf_counter() - middle)
-        previous = future
+        request = CoreRequest(seq_id=i, prompt_token_ids=[i] * context_len, params=params, eos_token_ids=[])
+        outputs.add(str(i), None, [request])
+        core.add_request(request)
+    build_s, commit_s = [], []
+    while core.has_unfinished():
+        start, build.total_s = time.perf_counter(), 0.0
+        done, _ = outputs.process(core.step(), start)
+        if len(done) == len(scheduler.running) == NUM_SEQS:
+            build_s.append(build.total_s)
+            commit_s.append(time.perf_counter() - start - build.total_s)
     assert len(build_s) > NUM_STEPS // 2, f"only {len(build_s)} steady steps to measure"
     return 1e3 * statistics.median(build_s), 1e3 * statistics.median(commit_s)
 

@@ -98,17 +98,15 @@ class AsyncLLM:
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if request_id in self._mailboxes:
             raise RequestError(f"request id {request_id!r} is in use; give each running request an id of its own")
-        params = self._inputs.default_sampling_params if sampling_params is None else sampling_params
-        now = time.monotonic()
         sequences = self._inputs.process(
-            self._inputs.encode(prompt),
-            params,
-            arrival_time=now,
+            prompt,
+            sampling_params,
+            now=time.monotonic(),
             priority=priority,
-            deadline=None if deadline is None else now + deadline,
+            deadline=deadline,
             cache_salt=cache_salt,
         )
-        mailbox = self._submit(request_id, prompt, params, sequences)
+        mailbox = self._submit(request_id, prompt, sequences)
         finished = False
         try:
             while not finished:
@@ -158,11 +156,11 @@ class AsyncLLM:
 
     # ------------------------------------------------------------------------------------------- to the child process
 
-    def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams, sequences: list[CoreRequest]) -> Mailbox:
+    def _submit(self, request_id: str, prompt: Prompt, sequences: list[CoreRequest]) -> Mailbox:
         self._outbox.groups.append(Group.of(request_id, sequences))
-        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, params, sequences)
+        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, sequences)
         self._flush_soon()
-        mailbox = self._mailboxes[request_id] = Mailbox(params.output_kind)
+        mailbox = self._mailboxes[request_id] = Mailbox(sequences[0].params.output_kind)
         return mailbox
 
     def _abort(self, request_id: str) -> None:

@@ -184,7 +184,7 @@ class Batch:
                 continue
             try:
                 self._submit(row)
-            except (ValueError, NotImplementedError, JaxserveError) as error:
+            except (ValueError, TypeError, NotImplementedError, JaxserveError) as error:
                 self._fail(row, str(error))
 
     def _submit(self, row: Row) -> None:

@@ -84,7 +84,7 @@ def _checked(message: Any) -> dict[str, Any]:
 def _text_of(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and part.get("type") == "text":
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     raise ValueError(f'a content part must be {{"type": "text", "text": "..."}}, got {part!r}')
 

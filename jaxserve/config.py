@@ -56,6 +56,7 @@ class CacheOptions:
             raise ParameterError("page_size", self.page_size, "a power of two")
         _at_least("num_pages", self.num_pages, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _flag("enable_prefix_caching", self.enable_prefix_caching)
         if not 0.0 < self.device_memory_utilization <= 1.0:
             raise ParameterError("device_memory_utilization", self.device_memory_utilization, "in (0, 1]")
 
@@ -69,10 +70,20 @@ class SchedulerOptions:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    max_num_queued_reqs: int | None = None
+    max_num_queued_reqs: int | None = None  # counts sequences: a request with n=2 takes two places
     max_num_queued_tokens: int | None = None
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _flag("enable_chunked_prefill", self.enable_chunked_prefill)
+        _flag("scheduler_reserve_full_isl", self.scheduler_reserve_full_isl)
+        if not isinstance(self.watermark, int | float) or not 0.0 <= self.watermark < 1.0:
+            raise ParameterError("watermark", self.watermark, "in [0, 1)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +95,7 @@ class RuntimeOptions:
     compilation_cache_dir: str | None = "~/.cache/jaxserve/xla"  # None = JAX's own setting
 
     def __post_init__(self) -> None:
+        _flag("async_scheduling", self.async_scheduling)
         _one_of("warm_up", self.warm_up, ("background", "blocking", "off"))
 
 
@@ -243,6 +255,11 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int, pag
 def _one_of(name: str, value: object, known: tuple) -> None:
     if value not in known:
         raise ParameterError(name, value, f"one of {known}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ParameterError(name, value, "True or False")
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:

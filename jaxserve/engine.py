@@ -1,5 +1,6 @@
 """The engine: `EngineCore` turns requests of token ids into token updates, `LLMEngine` adds the text around it."""
 
+import collections
 import dataclasses
 import logging
 import os
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxserve import weights
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
-from jaxserve.exceptions import QueueFullError, RequestError
+from jaxserve.exceptions import EngineDeadError, ParameterError, QueueFullError, RequestError
 from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits
 from jaxserve.metrics import EngineMetrics
 from jaxserve.output_processor import OutputProcessor
@@ -30,42 +31,59 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Scheduler and runner around one model. Knows token ids only; not thread-safe."""
 
-    def __init__(self, config: EngineConfig, loaded: weights.LoadedModel, *, load_s: float = 0.0):
-        start = time.monotonic()
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, async_scheduling: bool = True, max_logprobs: int = 20):
+        self.scheduler, self.runner = scheduler, runner
+        self.start_s: dict[str, float] = {}  # parts of start-up
+        self._max_logprobs = max_logprobs
+        self._depth = 1 if async_scheduling else 0  # steps in flight while the host plans the next
+        self._in_flight: collections.deque[StepFuture] = collections.deque()
+        self._requests: dict[int, Request] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self._metrics = EngineMetrics()
+        self._cause_of_death: str | None = None
+
+    @classmethod
+    def over(cls, config: EngineConfig, loaded: weights.LoadedModel) -> "EngineCore":
+        """A core over a loaded model, with sizes that fit this machine.
+
+        Raises:
+            ValueError: the options do not fit the model or the machine.
+        """
         params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
         dtype = config.model.jax_dtype
         scheduler_config, runner_config = resolve(
             config, loaded.model.config, params_bytes=params_bytes, dtype_bytes=jnp.dtype(dtype).itemsize
         )
-        self.config, self.runner_config = config, runner_config
         pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
-        self.scheduler = Scheduler(scheduler_config, pool, enable_prefix_caching=config.cache.enable_prefix_caching)
+        scheduler = Scheduler(scheduler_config, pool, enable_prefix_caching=config.cache.enable_prefix_caching)
         blocks = config.runtime.warm_up == "blocking"
         threads = min(4, os.cpu_count() or 1) if blocks else 1  # beside running steps one thread has to do
-        self.runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
+        runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
         if config.runtime.warm_up != "off":
-            self.runner.warm_up(block=blocks)
-        self._overlap = config.runtime.async_scheduling
-        self._in_flight: StepFuture | None = None
-        self._requests: dict[int, Request] = {}
-        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
-        self._metrics = EngineMetrics()
-        self.start_s = {"load": load_s, "engine": time.monotonic() - start}
+            runner.warm_up(block=blocks)
+        return cls(
+            scheduler,
+            runner,
+            async_scheduling=config.runtime.async_scheduling,
+            max_logprobs=config.model.max_logprobs,
+        )
 
     def limits(self) -> RequestLimits:
         return RequestLimits(
             vocab_size=self.runner.vocab_size,
-            max_model_len=self.runner_config.max_model_len,
-            max_logprobs=self.config.model.max_logprobs,
+            max_model_len=self.scheduler.config.max_model_len,
+            max_logprobs=self._max_logprobs,
         )
 
     def add_request(self, core: CoreRequest) -> None:
         """Queues one sequence.
 
         Raises:
+            EngineDeadError: an earlier step failed.
             QueueFullError: the queue is at its limit.
             RequestError: the prompt can never fit the KV pool.
         """
+        self._check_alive()
         request = Request(
             request_id=core.seq_id,
             prompt_token_ids=core.prompt_token_ids,
@@ -74,7 +92,6 @@ class EngineCore:
             stop_token_ids=frozenset(core.params.stop_token_ids or ()),
             eos_token_ids=frozenset(core.eos_token_ids),
             priority=core.priority,
-            arrival_time=core.arrival_time,
             deadline=core.deadline,
             cache_salt=core.cache_salt,
             skip_reading_prefix_cache=core.params.prompt_logprobs is not None,
@@ -103,22 +120,48 @@ class EngineCore:
         return ended
 
     def step(self) -> list[CoreOutput]:
-        """One step of the engine: plan the next, start it, then read the one before."""
-        now = time.monotonic()
-        plan = self.scheduler.schedule(now)
-        future = self.runner.dispatch(plan) if plan is not None else None
-        previous, self._in_flight = (self._in_flight, future) if self._overlap else (future, None)
-        if previous is None:
-            return [self._output(update) for update in self.scheduler.expired()]
-        self._collect_prompt_logprobs(previous)
-        updates = self.scheduler.commit(previous.plan, previous.result(), now)
-        self._metrics.num_steps += 1
-        self._metrics.iteration_tokens += len(previous.plan.decode) + previous.plan.num_prefill_tokens
-        return [self._output(update) for update in updates]
+        """One step of the engine: plan the next, start it, then read the one before.
+
+        Raises:
+            EngineDeadError: the device or the engine failed, now or earlier; device state may be lost.
+        """
+        self._check_alive()
+        try:
+            plan = self.scheduler.schedule(time.monotonic())
+            if plan is not None:
+                self._in_flight.append(self.runner.dispatch(plan))
+            outputs = self._read(down_to=0 if plan is None else self._depth)
+            return outputs + [self._output(update) for update in self.scheduler.expired()]
+        except Exception as error:
+            self._cause_of_death = f"a step failed: {type(error).__name__}: {error}"
+            raise EngineDeadError(self._cause_of_death) from error
+
+    def settle(self) -> list[CoreOutput]:
+        """Reads the steps in flight without starting another."""
+        self._check_alive()
+        return self._read(down_to=0)
+
+    def _read(self, *, down_to: int) -> list[CoreOutput]:
+        """Commits the oldest steps in flight until so many are left. An interrupted wait leaves its step to be read."""
+        outputs = []
+        while len(self._in_flight) > down_to:
+            future = self._in_flight[0]
+            result = future.result()
+            self._collect_prompt_logprobs(future)
+            del self._in_flight[0]
+            updates = self.scheduler.commit(future.plan, result, time.monotonic())
+            self._metrics.num_steps += 1
+            self._metrics.iteration_tokens += len(future.plan.decode) + future.plan.num_prefill_tokens
+            outputs += [self._output(update) for update in updates]
+        return outputs
+
+    def _check_alive(self) -> None:
+        if self._cause_of_death is not None:
+            raise EngineDeadError(self._cause_of_death)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do, reading the last step's result included."""
-        return self._in_flight is not None or self.scheduler.has_unfinished()
+        return bool(self._in_flight) or self.scheduler.has_unfinished()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached pages; False (and nothing done) while requests hold pages."""
@@ -169,7 +212,9 @@ class LLMEngine:
         start = time.monotonic()
         loaded = load_model(config)
         self.tokenizer: Tokenizer | None = loaded.tokenizer
-        self.core = EngineCore(config, loaded, load_s=time.monotonic() - start)
+        middle = time.monotonic()
+        self.core = EngineCore.over(config, loaded)
+        self.core.start_s = {"load": middle - start, "engine": time.monotonic() - middle}
         self._inputs = InputProcessor(
             self.tokenizer, self.core.limits(), loaded.generation_config, seed=config.model.seed
         )
@@ -200,30 +245,32 @@ class LLMEngine:
             RequestError: the request cannot be served (duplicate id, empty or too long prompt, queue full, ...).
             ParameterError: a sampling parameter that this model cannot serve.
         """
+        if not isinstance(request_id, str):
+            raise ParameterError("request_id", request_id, "a str")
         if request_id in self._outputs:
             raise RequestError(f"request id {request_id!r} is in use; give each running request an id of its own")
-        now = time.monotonic()
-        params = params or self.default_sampling_params
         cores = self._inputs.process(
-            self._inputs.encode(prompt),
-            params,
-            arrival_time=now,
-            priority=priority,
-            deadline=None if deadline is None else now + deadline,
-            cache_salt=cache_salt,
+            prompt, params, now=time.monotonic(), priority=priority, deadline=deadline, cache_salt=cache_salt
         )
-        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, params, cores)
+        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, cores)
         try:
             for core in cores:
                 self.core.add_request(core)
-        except RequestError:
+        except BaseException:
             self.core.finish([core.seq_id for core in cores], "abort")
             self._outputs.discard(request_id)
             raise
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns what changed for callers."""
-        outputs, stopped = self._outputs.process(self.core.step(), time.monotonic())
+        return self._take(self.core.step())
+
+    def settle(self) -> list[RequestOutput]:
+        """Reads the steps in flight without starting another: afterwards ended requests hold no pages."""
+        return self._take(self.core.settle())
+
+    def _take(self, core_outputs: list[CoreOutput]) -> list[RequestOutput]:
+        outputs, stopped = self._outputs.process(core_outputs, time.monotonic())
         for seq_id, stop in stopped:
             self.core.finish([seq_id], "stop", stop)
         return outputs

@@ -54,7 +54,7 @@ def start_core(config: "EngineConfig") -> tuple[Core, Facts]:
     from jaxserve.engine import EngineCore, load_model  # the parent does without weights and runner
 
     loaded = load_model(config)
-    core = EngineCore(config, loaded)
+    core = EngineCore.over(config, loaded)
     limits = core.limits()
     return core, Facts(
         tokenizer=None if loaded.tokenizer is None else TokenizerFacts.of(loaded.tokenizer),

@@ -1,6 +1,7 @@
 """From what a caller asks to what the token core runs: tokenise, fill in defaults, check everything, fan out n."""
 
 import dataclasses
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,48 +41,30 @@ class InputProcessor:
         self.default_sampling_params = default_sampling_params(generation_config)
         self._eos_token_ids = eos_token_ids(generation_config, tokenizer)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, checked.
-
-        Raises:
-            RequestError: empty, too long for one output token to fit, or ids outside the vocabulary.
-            TypeError: neither text nor a list of ints.
-        """
-        limits = self._limits
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError("this model has no tokenizer: give the prompt as a list of token ids")
-            token_ids = self._tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-            token_ids = list(prompt)
-        else:
-            raise TypeError(f"a prompt must be a str or a list of token ids (ints), got {type(prompt).__name__}")
-        if not token_ids:
-            raise RequestError("the prompt is empty: it must hold at least one token")
-        if len(token_ids) >= limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, but max_model_len is {limits.max_model_len} and one place "
-                f"is needed for output; shorten the prompt to {limits.max_model_len - 1} tokens or raise max_model_len"
-            )
-        self._check_vocabulary("prompt token ids", token_ids)
-        return token_ids
-
     def process(
         self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
+        prompt: Prompt,
+        params: SamplingParams | None,
         *,
-        arrival_time: float,
+        now: float,
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
     ) -> list[CoreRequest]:
-        """The n sequences of one request.
+        """The n sequences of one request; `params=None` takes the model's defaults, `deadline` is seconds from `now`.
 
         Raises:
-            ParameterError, RequestError: something that this model or engine cannot serve.
+            RequestError: a prompt that is empty, or too long for one output token to fit.
+            ParameterError: something that this model or engine cannot serve; the message names it.
+            TypeError: a prompt that is neither text nor a list of ints, or params that are no SamplingParams.
         """
+        if params is None:
+            params = self.default_sampling_params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling params must be a SamplingParams or None, got {type(params).__name__}")
+        prompt_token_ids = self._encode(prompt)
         self._check_params(params)
+        _check_handling(priority, deadline, cache_salt)
         room = self._limits.max_model_len - len(prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -97,17 +80,46 @@ class InputProcessor:
                     seed=_wrap_int64(seed + index),
                     max_tokens=max_tokens,
                     min_tokens=min(params.min_tokens, max_tokens),
+                    prompt_logprobs=None if index else params.prompt_logprobs,
                 ),
                 eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
                 bad_words_token_ids=bad_words,
                 priority=priority,
-                arrival_time=arrival_time,
-                deadline=deadline,
+                arrival_time=now,
+                deadline=None if deadline is None else now + deadline,
                 cache_salt=cache_salt,
                 leader=first_id if index else None,
             )
             for index in range(params.n)
         ]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        limits = self._limits
+        if isinstance(prompt, str):
+            token_ids = self._encode_text(prompt)
+        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            token_ids = list(prompt)
+        else:
+            raise TypeError(f"a prompt must be a str or a list of token ids (ints), got {type(prompt).__name__}")
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must hold at least one token")
+        if len(token_ids) >= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but max_model_len is {limits.max_model_len} and one place "
+                f"is needed for output; shorten the prompt to {limits.max_model_len - 1} tokens or raise max_model_len"
+            )
+        self._check_vocabulary("prompt token ids", token_ids)
+        return token_ids
+
+    def _encode_text(self, prompt: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer: give the prompt as a list of token ids")
+        if not prompt.isascii():
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the prompt must be valid Unicode, got a lone surrogate: {error}") from error
+        return self._tokenizer.encode(prompt)
 
     def _check_params(self, params: SamplingParams) -> None:
         limits = self._limits
@@ -126,6 +138,11 @@ class InputProcessor:
             raise ParameterError("stop_token_ids", f"{len(stop_ids)} ids", f"at most {most} ids")
         if len(params.logit_bias or ()) > MAX_BIAS:
             raise ParameterError("logit_bias", f"{len(params.logit_bias or ())} ids", f"at most {MAX_BIAS} ids")
+        stops = {*stop_ids, *([] if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and params.allowed_token_ids is not None and stops.issuperset(params.allowed_token_ids):
+            raise ParameterError(
+                "allowed_token_ids", params.allowed_token_ids, "more than stop ids, which min_tokens forbids at first"
+            )
         if params.detokenize and params.stop and self._tokenizer is None:
             raise ParameterError("stop", params.stop, "empty: this model has no tokenizer")
 
@@ -150,6 +167,18 @@ class InputProcessor:
         if len(longest) > MAX_BAD_WORD_LEN:
             raise ParameterError("bad_words", params.bad_words, f"words of at most {MAX_BAD_WORD_LEN} tokens")
         return unique
+
+
+def _check_handling(priority: object, deadline: object, cache_salt: object) -> None:
+    """What says how a request is handled, rather than sampled."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ParameterError("priority", priority, "an integer")
+    if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
+        raise ParameterError("deadline", deadline, "None or a number of seconds")
+    if deadline is not None and not math.isfinite(deadline):
+        raise ParameterError("deadline", deadline, "a finite number of seconds")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise ParameterError("cache_salt", cache_salt, "None or a str")
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:

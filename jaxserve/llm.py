@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import LLMEngine
-from jaxserve.exceptions import RequestError
+from jaxserve.exceptions import EngineDeadError, RequestError
 from jaxserve.input_processor import Prompt
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
@@ -67,12 +67,14 @@ class LLM:
         ids: list[str] = []
         try:
             for prompt, p, rank in zip(batch, params, priorities, strict=True):
-                request_id = str(next(self._ids))
+                request_id = f"generate-{next(self._ids)}"
                 self.llm_engine.add_request(request_id, prompt, _final_only(p), priority=rank)
                 ids.append(request_id)
             return self._run(ids, use_tqdm)
-        except BaseException:  # a bad prompt or Ctrl-C: leave nothing behind for the next call
+        except BaseException as error:  # a bad prompt or Ctrl-C: leave nothing behind for the next call
             self.llm_engine.abort_request(ids)
+            if not isinstance(error, EngineDeadError):
+                self.llm_engine.settle()
             raise
 
     def chat(
@@ -90,21 +92,22 @@ class LLM:
         """Answers one conversation or a list of them, rendered by the model's chat template; else as `generate`."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
-        prompts = [
-            tokenizer.encode(
-                tokenizer.apply_chat_template(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    chat_template=chat_template,
-                    **(chat_template_kwargs or {}),
-                ),
-                add_special_tokens=False,  # the template wrote them
+        texts = [
+            tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]  # the template wrote them
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; its `encode` gives a list of ids.
@@ -159,8 +162,7 @@ class LLM:
                     if output.finished:
                         done[output.request_id] = output
                         bar.advance(task)
-        while engine.has_unfinished_requests():  # read the step in flight, so that the pool balances
-            engine.step()
+        engine.settle()  # reads the overrun of the last step, so that the pool balances
         return [done[request_id] for request_id in ids]
 
 

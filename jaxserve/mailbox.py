@@ -44,7 +44,11 @@ def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     for new in second.outputs:
         old = samples.get(new.index)
         samples[new.index] = new if old is None else _merge_samples(old, new)
-    return msgspec.structs.replace(second, outputs=[samples[index] for index in sorted(samples)])
+    return msgspec.structs.replace(
+        second,
+        outputs=[samples[index] for index in sorted(samples)],
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+    )
 
 
 def _merge_samples(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:

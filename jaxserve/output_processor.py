@@ -57,11 +57,9 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def request_ids(self) -> list[str]:
-        return list(self._requests)
-
-    def add(self, request_id: str, prompt: str | None, params: SamplingParams, cores: list[CoreRequest]) -> None:
+    def add(self, request_id: str, prompt: str | None, cores: list[CoreRequest]) -> None:
         """Starts to follow a request; `cores` are its n sequences."""
+        params = cores[0].params
         state = RequestState(
             request_id=request_id,
             prompt=prompt,
@@ -165,6 +163,7 @@ class OutputProcessor:
             sequence.finish_reason, sequence.stop_reason = "stop", stop
         elif core.finish_reason is not None:
             sequence.finish_reason, sequence.stop_reason = core.finish_reason, core.stop_reason
+        if sequence.finish_reason is not None:
             metrics.num_preemptions += core.num_preemptions
         return stop
 
@@ -192,13 +191,16 @@ class OutputProcessor:
             state.metrics.finished_time = now
             del self._requests[state.request_id]
         completions = [completion(sequence, delta) for sequence in (sequences if delta else state.sequences)]
+        prompt_logprobs = state.prompt_logprobs
+        if delta:
+            state.prompt_logprobs = None  # said once
         return RequestOutput(
             request_id=state.request_id,
             prompt=state.prompt,
             prompt_token_ids=state.prompt_token_ids,
             outputs=completions,
             finished=finished,
-            prompt_logprobs=state.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=state.num_cached_tokens,
             metrics=state.metrics,
         )

@@ -64,7 +64,8 @@ def _work(jobs: queue.SimpleQueue) -> None:
         future.set_running_or_notify_cancel()
         try:
             future.set_result(job())
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # handed to whoever waits; where nobody does, the log has it
+            logger.warning("a background compile failed", exc_info=error)
             future.set_exception(error)
         del job, future  # a waiting thread must not keep the programs' owner alive
 

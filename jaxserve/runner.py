@@ -105,7 +105,7 @@ class Runner:
     def __init__(
         self, model: Model, params: dict, config: RunnerConfig, *, kv_dtype: jnp.dtype, num_compile_threads: int = 1
     ):
-        self._model, self._params, self._config = model, params, config
+        self._model, self._params, self.config = model, params, config
         self._head = {name: leaf for name, leaf in params.items() if name != "layers"}
         self.kv = init_kv_cache(model.config, num_pages=config.num_pages, page_size=config.page_size, dtype=kv_dtype)
         self._sequences = init_sequences(config.max_num_seqs, config.max_pages)
@@ -143,7 +143,7 @@ class Runner:
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """The smallest shape of the default set that holds the plan."""
-        config, num_rows = self._config, len(plan.decode)
+        config, num_rows = self.config, len(plan.decode)
         if not plan.prefill:
             rows = max(config.min_decode_rows, 1 << (num_rows - 1).bit_length())
             return StepShape(decode_rows=min(rows, self._max_decode_rows), prefill_tokens=0, prefill_seqs=0)
@@ -180,7 +180,7 @@ class Runner:
         features = SamplingFeatures(
             random=bool(flags & RANDOM),
             edits=bool(flags & EDITS),
-            num_logprobs=self._config.max_logprobs if flags & LOGPROBS else None,
+            num_logprobs=self.config.max_logprobs if flags & LOGPROBS else None,
         )
         _, program = self._sample.get(SampleShape(rows=shape.sample_rows, features=features))
         sampled, self._sequences, self._sampling = program(self._head, hidden, rows, self._sequences, self._sampling)
@@ -240,7 +240,7 @@ class Runner:
         """Compiles the default programs, in the background unless `block`; later waits count as stalls."""
         shapes = self.default_shapes()
         rows = sorted({shape.sample_rows for shape in shapes})
-        every = SamplingFeatures(random=True, edits=True, num_logprobs=self._config.max_logprobs)
+        every = SamplingFeatures(random=True, edits=True, num_logprobs=self.config.max_logprobs)
         samples = [SampleShape(rows=r, features=f) for f in (SamplingFeatures(random=True), every) for r in rows]
         start = time.monotonic()
         self._warm_up_jobs = [
@@ -249,6 +249,7 @@ class Runner:
             *self._forward.request(shapes),
             *self._sample.request(samples),
             *self._start_edits.request([Rows(1)]),
+            *self._score.request([Rows(self.config.prefill_tokens[-1])]),  # stands in for the smaller ones
         ]
 
         def finished(_: object) -> None:
@@ -266,7 +267,7 @@ class Runner:
 
     def default_shapes(self) -> list[StepShape]:
         """Every decode-only and mixed shape; anything that a plan may hold is covered."""
-        config = self._config
+        config = self.config
         rows = [config.min_decode_rows]
         while rows[-1] < self._max_decode_rows:
             rows.append(2 * rows[-1])
@@ -280,7 +281,7 @@ class Runner:
 
     @property
     def _max_decode_rows(self) -> int:
-        return max(self._config.min_decode_rows, 1 << (self._config.max_num_seqs - 1).bit_length())
+        return max(self.config.min_decode_rows, 1 << (self.config.max_num_seqs - 1).bit_length())
 
     @property
     def num_stalls(self) -> int:
@@ -315,7 +316,7 @@ class Runner:
 
     def _build_score(self, rows: "Rows") -> Callable:
         arguments = (self._abstract[1], self._hidden(rows.count), int32(rows.count))
-        return compiled(score_step, self._model, *arguments, num_logprobs=self._config.max_logprobs)
+        return compiled(score_step, self._model, *arguments, num_logprobs=self.config.max_logprobs)
 
     def _build_update_tables(self, rows: "Rows") -> Callable:
         return compiled(update_tables, self._abstract[3], int32(rows.count, 3))

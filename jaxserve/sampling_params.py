@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,13 @@ from jaxserve.exceptions import ParameterError
 
 MAX_N = 16384
 MAX_STOP_STRINGS = 64
+FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 # Names that vLLM knows and this version does not serve yet; each says so instead of being dropped in silence.
 NOT_YET = (
     "structured_outputs",
@@ -35,6 +43,22 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2  # one output, at the end
 
 
+def _refuses_what_is_not_served_yet[T: type](cls: T) -> T:
+    """Makes the constructor say so when it meets a name of `NOT_YET`; other unknown names stay a TypeError."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, **options: Any) -> None:
+        for name in options:
+            if name in NOT_YET:
+                raise NotImplementedError(f"{name} is not supported yet; leave it out")
+        init(self, **options)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_refuses_what_is_not_served_yet
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling options of one request.
@@ -44,7 +68,8 @@ class SamplingParams:
 
     Raises:
         ParameterError: a field is out of range (`parameter` and `value` are on the error).
-        NotImplementedError: a known option of vLLM that is not served yet (from `SamplingParams.of`).
+        NotImplementedError: a known option of vLLM that is not served yet.
+        TypeError: an unknown option.
     """
 
     n: int = 1
@@ -82,23 +107,19 @@ class SamplingParams:
         def put(name: str, value: object) -> None:  # the one place where a frozen field is written
             object.__setattr__(self, name, value)
 
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        put("stop", tuple(stop))
+        put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         for name in ("stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise ParameterError(name, value, "a list")
-            put(name, tuple(value or ()))
+            put(name, _as_tuple(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            put("allowed_token_ids", tuple(self.allowed_token_ids))
+            put("allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put("logit_bias", _as_bias(self.logit_bias))
         if self.top_k == -1:
             put("top_k", 0)
         if self.seed == -1:
             put("seed", None)
         if isinstance(self.temperature, int | float) and 0.0 < self.temperature < 0.01:
             put("temperature", 0.01)
-        if self.logit_bias is not None:
-            put("logit_bias", _as_bias(self.logit_bias))
 
     def _check_ranges(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -125,6 +146,11 @@ class SamplingParams:
                 _integer(name, getattr(self, name), -1)
         if self.temperature == 0.0 and self.n > 1:
             raise ParameterError("n", self.n, "1 when temperature is 0 (greedy samples would all be the same)")
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(name, getattr(self, name), "True or False")
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise ParameterError("extra_args", self.extra_args, "None or a mapping")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ParameterError("output_kind", self.output_kind, "a RequestOutputKind")
 
@@ -155,15 +181,21 @@ class SamplingParams:
         """
         known = {field.name for field in dataclasses.fields(cls)}
         for name, value in options.items():
-            if name in NOT_YET:
-                raise NotImplementedError(f"{name} is not supported yet; leave it out")
-            if name not in known:
+            if name not in known and name not in NOT_YET:
                 raise ParameterError(name, value, f"left out: it is no sampling parameter (known: {sorted(known)})")
         return cls(**options)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _as_tuple(name: str, given: object) -> tuple:
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ParameterError(name, given, "a list")
+    return tuple(given)
 
 
 def _as_bias(given: object) -> dict[int, float]:

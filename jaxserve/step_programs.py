@@ -181,6 +181,7 @@ def start_slots(
         seed=sampling.seed.at[slot].set(seed),
         min_position=sampling.min_position.at[slot].set(ints[:, 4]),
         stop_ids=sampling.stop_ids.at[slot].set(ints[:, 5:]),
+        edited=sampling.edited.at[slot].set(False),
     )
     dummy = sequences.stopped.shape[0] - 1
     return dataclasses.replace(sequences, stopped=sequences.stopped.at[slot].set(slot == dummy)), sampling
@@ -190,4 +191,4 @@ def start_slots(
 def start_edits(sampling: SamplingState, slot: Array, row: EditState) -> SamplingState:
     """Writes one slot's rarer wishes: `row` holds one row of each field. Donates sampling."""
     edits = jax.tree.map(lambda all_rows, new: all_rows.at[slot].set(new), sampling.edits, row)
-    return dataclasses.replace(sampling, edits=edits)
+    return dataclasses.replace(sampling, edits=edits, edited=sampling.edited.at[slot].set(True))

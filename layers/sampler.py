@@ -56,6 +56,7 @@ class SamplingState:
     seed: Array  # u32 [Z, 2]
     min_position: Array  # i32 [Z], before this position no stop id may be sampled (prompt + min_tokens)
     stop_ids: Array  # i32 [Z, MAX_STOP_IDS], -1 = empty
+    edited: Array  # bool [Z], the slot's row of `edits` is its own, not that of an owner before it
     edits: "EditState"
 
 
@@ -110,6 +111,7 @@ def init_sampling(num_slots: int, vocab_size: int) -> SamplingState:
         seed=jnp.zeros((rows, 2), jnp.uint32),
         min_position=jnp.zeros(rows, jnp.int32),
         stop_ids=jnp.full((rows, MAX_STOP_IDS), -1, jnp.int32),
+        edited=jnp.zeros(rows, bool),
         edits=EditState(
             bias_ids=jnp.full((rows, MAX_BIAS), vocab_size, jnp.int32),
             bias=jnp.zeros((rows, MAX_BIAS), jnp.float32),
@@ -125,14 +127,16 @@ def init_sampling(num_slots: int, vocab_size: int) -> SamplingState:
 def sample(
     logits: Array, slots: Array, sequences: SequenceState, sampling: SamplingState, features: SamplingFeatures
 ) -> tuple[Sampled, SequenceState, SamplingState]:
-    """Draws one token a row and records it in the rows' slots.
+    """Draws one token a row and records it in the rows' slots; returns the draw and both states.
 
     Args:
         logits: f32 [R, V].
         slots: i32 [R]; rows that do not sample name the dummy slot.
     """
     positions = sequences.positions[slots]
-    edited = _edit(logits, slots, positions, sampling) if features.edits else logits
+    edited = logits
+    if features.edits:
+        edited = jnp.where(sampling.edited[slots][:, None], _edit(logits, slots, positions, sampling), logits)
     token_ids = _argmax(edited)
     if features.random:
         drawn = _draw(edited, slots, positions, sampling)
@@ -142,7 +146,7 @@ def sample(
     sequences = dataclasses.replace(
         sequences,
         token_ids=sequences.token_ids.at[slots].set(token_ids),
-        stopped=sequences.stopped.at[slots].set(is_stop | (slots == sequences.stopped.shape[0] - 1)),
+        stopped=sequences.stopped.at[slots].set(sequences.stopped[slots] | is_stop),
     )
     if features.edits:
         sampling = dataclasses.replace(sampling, edits=_record(sampling.edits, slots, token_ids))
@@ -172,16 +176,16 @@ def _with_logprobs(logits: Array, token_ids: Array, k: int | None) -> Sampled:
 
 
 def _edit(logits: Array, slots: Array, positions: Array, sampling: SamplingState) -> Array:
-    """Penalties, then bias, then everything that forbids tokens (vLLM's order of effects)."""
+    """Bias, then penalties, as in vLLM, then everything that forbids tokens."""
     edits = sampling.edits
     rows = jnp.arange(slots.shape[0])[:, None]
+    logits = logits.at[rows, edits.bias_ids[slots]].add(edits.bias[slots], mode="drop")
     counts = edits.counts[slots]
     seen = (counts > 0) | edits.prompt_mask[slots]
     repetition = sampling.repetition_penalty[slots][:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     logits -= sampling.frequency_penalty[slots][:, None] * counts.astype(jnp.float32)
     logits -= sampling.presence_penalty[slots][:, None] * (counts > 0).astype(jnp.float32)
-    logits = logits.at[rows, edits.bias_ids[slots]].add(edits.bias[slots], mode="drop")
     token = jnp.arange(logits.shape[1], dtype=jnp.uint32)
     allowed = (edits.allowed[slots][:, token // 32] >> (token % 32)[None, :]) & 1
     logits = jnp.where(allowed == 1, logits, -jnp.inf)

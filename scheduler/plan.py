@@ -104,20 +104,18 @@ class StepResult:
     """What the device gave back.
 
     `token_ids[i]` are the tokens (0..q of them) that row i sampled, rows counted through `plan.decode` and then
-    `plan.prefill`; a prefill row with `samples=False` gives an empty list. `logprobs[i]` and `prompt_logprobs[i]`
-    (None where not asked for) pass through the scheduler unread.
+    `plan.prefill`; a prefill row with `samples=False` gives an empty list. `logprobs[i]` (None where not asked for)
+    pass through the scheduler unread.
     """
 
     token_ids: list[list[int]]
     logprobs: list[object] | None = None
-    prompt_logprobs: list[object] | None = None
 
 
 class RequestUpdate(NamedTuple):
     """What one commit changed for one request; the engine turns it into text. `finish_reason` None = still going.
 
     `new_token_ids` ends at the token that ended the request; `logprobs` may be longer (it is passed on unread).
-    A chunk that samples nothing makes an update only if it brings `prompt_logprobs`.
     """
 
     request: Request
@@ -125,4 +123,3 @@ class RequestUpdate(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     logprobs: object | None = None
-    prompt_logprobs: object | None = None

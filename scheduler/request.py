@@ -34,7 +34,6 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()  # stop ids that are reported as stop_reason
     eos_token_ids: frozenset[int] = frozenset()  # end of sequence: stop_reason None; empty under ignore_eos
     priority: int = 0  # lower goes first
-    arrival_time: float = 0.0
     deadline: float | None = None  # on the clock of `now`; later than this the request ends as "abort"
     cache_salt: str | None = None
     adapter: str | None = None

@@ -279,18 +279,14 @@ class Scheduler:
         updates = []
         for i, row in enumerate(plan.decode):
             if row.request.epoch == row.epoch:
-                updates.append(self._take_tokens(row.request, tokens[i], logprobs[i] if logprobs else None, None))
+                updates.append(self._take_tokens(row.request, tokens[i], logprobs[i] if logprobs else None))
         for i, row in enumerate(plan.prefill, start=len(plan.decode)):
             if row.request.epoch != row.epoch:
                 continue
-            prompt_logprobs = result.prompt_logprobs[i] if result.prompt_logprobs else None
             if plan.completes:
                 self._take_chunk(row)
             if row.samples:
-                lp = logprobs[i] if logprobs else None
-                updates.append(self._take_tokens(row.request, tokens[i], lp, prompt_logprobs))
-            elif prompt_logprobs is not None:
-                updates.append(RequestUpdate(row.request, [], None, None, None, prompt_logprobs))
+                updates.append(self._take_tokens(row.request, tokens[i], logprobs[i] if logprobs else None))
         self._expire(now)
         return updates + self.expired()
 
@@ -302,9 +298,7 @@ class Scheduler:
         if num_written >= request.num_prompt_tokens:
             self.waiting.call_followers(request)
 
-    def _take_tokens(
-        self, request: Request, token_ids: list[int], logprobs: object | None, prompt_logprobs: object | None
-    ) -> RequestUpdate:
+    def _take_tokens(self, request: Request, token_ids: list[int], logprobs: object | None) -> RequestUpdate:
         """0..q sampled tokens of one row, up to the first that ends the request: EOS, then stop ids, then length."""
         outputs, stops = request.output_token_ids, request.stops
         num_before = num_outputs = len(outputs)
@@ -327,4 +321,4 @@ class Scheduler:
         if finish_reason is not None:
             self.finish(request, finish_reason, stop_reason)
             token_ids = token_ids[:num_new]
-        return RequestUpdate(request, token_ids, finish_reason, stop_reason, logprobs, prompt_logprobs)
+        return RequestUpdate(request, token_ids, finish_reason, stop_reason, logprobs)

@@ -26,6 +26,7 @@ BAD_PROMPTS = [
     ([1.5], TypeError, "a prompt must be a str or a list of token ids"),
     ([True], TypeError, "a prompt must be a str or a list of token ids"),
     ({"prompt": "x"}, TypeError, "must be a str"),
+    ("lone \ud800 surrogate", RequestError, "must be valid Unicode"),
 ]
 
 
@@ -49,6 +50,28 @@ def test_a_bad_request_leaves_running_ones_alone(llm):
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert [o.outputs[0].token_ids for o in outputs if o.finished] == [alone]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": "x"}, "priority must be an integer"),
+        ({"priority": True}, "priority must be an integer"),
+        ({"deadline": float("nan")}, "deadline must be a finite number"),
+        ({"deadline": "soon"}, "deadline must be None or a number"),
+        ({"cache_salt": 5}, "cache_salt must be None or a str"),
+    ],
+    ids=str,
+)
+def test_how_a_request_is_handled_is_checked_too(llm, options, message):
+    with pytest.raises(ParameterError, match=message):
+        llm.llm_engine.add_request("x", "The", GREEDY, **options)
+    llm.llm_engine.add_request("x", "The", GREEDY)  # the id is free
+    with pytest.raises(ParameterError, match="request_id must be a str"):
+        llm.llm_engine.add_request(7, "The", GREEDY)
+    with pytest.raises(TypeError, match="must be a SamplingParams"):
+        llm.llm_engine.add_request("y", "The", {"max_tokens": 3})
+    goes_on(llm)
 
 
 def test_a_prompt_one_short_of_the_limit_gets_exactly_one_token(llm):
@@ -104,6 +127,8 @@ OUT_OF_RANGE = [
     ("min_p", 1.1), ("presence_penalty", -2.1), ("presence_penalty", 2.1), ("frequency_penalty", 2.5),
     ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")), ("seed", 2**63), ("seed", "x"),
     ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", [1]),
+    ("stop", 5), ("stop_token_ids", 5), ("bad_words", 5), ("allowed_token_ids", 5), ("logit_bias", "abc"),
+    ("logit_bias", {1.7: 1.0}), ("ignore_eos", "false"), ("detokenize", 3), ("extra_args", [1]),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("logprobs", -2), ("prompt_logprobs", 1.0),
     ("logit_bias", {-1: 1.0}), ("logit_bias", {"a": 1.0}), ("logit_bias", [3]), ("logit_bias", {1: None}),
     ("logit_bias", {1: float("nan")}), ("allowed_token_ids", []),
@@ -125,6 +150,7 @@ FOR_THIS_MODEL = [
     ("logprobs", {"logprobs": 21}, "at most max_logprobs"),
     ("logprobs", {"logprobs": -1}, "at most max_logprobs"),
     ("prompt_logprobs", {"prompt_logprobs": 21}, "at most max_logprobs"),
+    ("allowed_token_ids", {"allowed_token_ids": [2], "min_tokens": 1}, "more than stop ids"),
     ("stop_token_ids", {"stop_token_ids": list(range(100))}, "at most 63 ids"),
     ("bad_words", {"bad_words": [f"w{i}" for i in range(40)]}, "at most 16 words"),
     ("bad_words", {"bad_words": ["zqzqzqzqzqzqzqzqzqzq"]}, "words of at most 8 tokens"),
@@ -157,6 +183,8 @@ def test_unknown_keywords_are_errors_everywhere(llm, tiny_model):
     with pytest.raises(ParameterError, match="top_q must be left out"):
         SamplingParams.of(top_q=1)
     with pytest.raises(NotImplementedError, match="structured_outputs is not supported yet"):
+        SamplingParams(structured_outputs={"json": {}})
+    with pytest.raises(NotImplementedError, match="structured_outputs is not supported yet"):
         SamplingParams.of(structured_outputs={"json": {}})
     with pytest.raises(TypeError, match=r"unknown engine options \['block_size'\]; known: .*page_size"):
         LLM(tiny_model, block_size=16)
@@ -173,12 +201,16 @@ BAD_OPTIONS = [
     ({"num_pages": 8, "max_model_len": 128}, "holds 56 tokens .* lower max_model_len to 56"),
     ({"max_model_len": 4096}, "beyond the model's max_position_embeddings 512"),
     ({"device_memory_utilization": 1.5}, r"device_memory_utilization must be in \(0, 1\]"),
-    ({"scheduling_policy": "lifo"}, "policy must be"),
+    ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of"),
     ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
     ({"quantization": "int3"}, "quantization must be one of"),
     ({"kv_cache_memory_bytes": 10, "num_pages": None}, "no room for a KV pool"),
     ({"warm_up": "later"}, "warm_up must be one of"),
     ({"max_num_seqs": 65}, "max_num_seqs"),
+    ({"max_num_seqs": 0}, "max_num_seqs must be None or an integer >= 1"),
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be None or an integer >= 1"),
+    ({"async_scheduling": "no"}, "async_scheduling must be True or False"),
+    ({"enable_prefix_caching": 0}, "enable_prefix_caching must be True or False"),
 ]
 
 

@@ -1,15 +1,19 @@
 """`LLM` and `LLMEngine` as callers see them."""
 
 import asyncio
+import contextlib
 import itertools
 
 import numpy as np
 import pytest
 
-from jaxserve import RequestOutputKind, SamplingParams
+from jaxserve import EngineDeadError, RequestOutputKind, SamplingParams
 from jaxserve.core_types import CoreOutput
+from jaxserve.runner import StepFuture
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+GREEDY_30 = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
 def tokens(output, index=0):
@@ -49,6 +53,7 @@ def test_chat_renders_the_template_and_continues_it(llm):
     rendered = "<|im_start|>user\njugs<|im_end|>\n<|im_start|>assistant\n"
     chat = llm.chat(conversation, GREEDY, use_tqdm=False)
     plain = llm.generate(tokenizer.encode(rendered, add_special_tokens=False), GREEDY, use_tqdm=False)
+    assert chat[0].prompt == rendered
     assert chat[0].prompt_token_ids == plain[0].prompt_token_ids
     assert tokens(chat[0]) == tokens(plain[0])
     assert len(llm.chat([conversation, conversation], GREEDY, use_tqdm=False)) == 2
@@ -233,8 +238,100 @@ def test_logit_bias_allowed_tokens_and_bad_words_steer_the_text(llm):
     assert set(run(allowed_token_ids=[50, 60])) <= {50, 60}
     banned = tokenizer.decode(free[:1])
     assert free[0] not in run(bad_words=[banned])
-    assert run(frequency_penalty=2.0, logit_bias={77: 4})[:1] != [77] * 6
+    assert run(frequency_penalty=2.0, logit_bias={77: 100})[:6] == [77] * 6  # 2 a time is little beside 100
     assert len(set(run(repetition_penalty=100.0))) == 6
+
+
+def test_a_slot_forgets_the_edits_of_its_last_owner(make_llm):
+    llm = make_llm()
+    free = tokens(llm.generate("The", GREEDY, use_tqdm=False)[0])
+    edits = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={77: 100}, bad_words=["The"])
+    llm.generate(["The"] * 8, edits, use_tqdm=False)  # every slot
+    mild = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, frequency_penalty=0.1)
+    beside = llm.generate(["The", "fox"], [GREEDY, mild], use_tqdm=False)[0]
+    assert tokens(beside) == free
+    warm = make_llm(warm_up="blocking", max_num_seqs=2, max_num_batched_tokens=16)
+    warm.generate(["The"] * 2, edits, use_tqdm=False)
+    probed = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+    assert tokens(warm.generate("The", probed, use_tqdm=False)[0]) == free
+
+
+def test_an_interrupted_step_is_read_again(make_llm, monkeypatch):
+    llm = make_llm()
+    whole = tokens(llm.generate("The", GREEDY, use_tqdm=False)[0])
+    engine, result, calls = llm.llm_engine, StepFuture.result, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return result(self)
+
+    monkeypatch.setattr(StepFuture, "result", interrupted)
+    engine.add_request("a", "The", GREEDY)
+    outputs = []
+    while engine.has_unfinished_requests():
+        with contextlib.suppress(KeyboardInterrupt):
+            outputs += engine.step()
+    assert tokens(outputs[-1]) == whole
+    engine.core.scheduler.pool.check()
+    assert engine.core.scheduler.pool.num_held == 0
+
+
+def test_ctrl_c_in_generate_leaves_nothing_behind(make_llm, monkeypatch):
+    llm = make_llm()
+    whole = tokens(llm.generate("The", GREEDY, use_tqdm=False)[0])
+    step = type(llm.llm_engine).step
+    calls = []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(type(llm.llm_engine), "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["The", "fox"], GREEDY, use_tqdm=False)
+    assert llm.llm_engine.core.scheduler.pool.num_held == 0
+    assert tokens(llm.generate("The", GREEDY, use_tqdm=False)[0]) == whole
+
+
+def test_a_failed_step_ends_the_engine_and_says_why(make_llm, monkeypatch):
+    llm = make_llm()
+    monkeypatch.setattr(type(llm.llm_engine.core.runner), "dispatch", lambda self, plan: 1 / 0)
+    with pytest.raises(EngineDeadError, match="a step failed: ZeroDivisionError"):
+        llm.generate("The", GREEDY, use_tqdm=False)
+    with pytest.raises(EngineDeadError, match="a step failed"):
+        llm.llm_engine.add_request("b", "The", GREEDY)
+
+
+def test_logprobs_and_prompt_logprobs_survive_preemption(make_llm):
+    prompts = [[i] * 20 for i in range(10, 16)]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    roomy = make_llm().generate(prompts, params, use_tqdm=False)
+    tight = make_llm(num_pages=20, scheduler_reserve_full_isl=False)
+    outputs = tight.generate(prompts, params, use_tqdm=False)
+    assert tight.get_metrics()["jaxserve:num_preemptions"] > 0
+    assert sum(o.metrics.num_preemptions for o in outputs) > 0
+    for output, expected in zip(outputs, roomy, strict=True):
+        assert tokens(output) == tokens(expected)
+        for ours, theirs in zip(output.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True):
+            assert next(iter(ours.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=1e-4)
+        for ours, theirs in zip(output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+            assert next(iter(ours.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=1e-4)
+
+
+def test_preemptions_are_reported_when_a_stop_string_ends_a_request(make_llm):
+    prompts = [[i] * 20 for i in range(10, 16)]
+    free = make_llm().generate(prompts, GREEDY_30, use_tqdm=False)
+    tight = make_llm(num_pages=20)
+    stops = [o.outputs[0].text[-3:] for o in free]
+    params = [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=[s], min_tokens=29) for s in stops]
+    outputs = tight.generate(prompts, params, use_tqdm=False)
+    preempted = tight.get_metrics()["jaxserve:num_preemptions"]
+    assert preempted > 0
+    assert sum(o.metrics.num_preemptions for o in outputs) == preempted
 
 
 def test_presence_penalty_survives_preemption_and_batching(make_llm):

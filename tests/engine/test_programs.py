@@ -91,7 +91,7 @@ def test_an_error_of_the_compiler_reaches_the_step(compiler):
 
 
 def test_the_default_programs_cover_every_plan_and_are_few(llm):
-    runner, config = llm.llm_engine.core.runner, llm.llm_engine.core.runner_config
+    runner, config = llm.llm_engine.core.runner, llm.llm_engine.core.runner.config
     shapes = runner.default_shapes()
     for rows in range(config.max_num_seqs + 1):
         for tokens in range(65):

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from jaxserve.layers.sampler import (
@@ -29,6 +28,8 @@ def states(num_slots=4, **fields):
     """Slot states in which slot 1 asks for `fields`; EditState fields are found by name."""
     sequences = init_sequences(num_slots, 2)
     sampling = init_sampling(num_slots, V)
+    sampling = dataclasses.replace(sampling, edited=sampling.edited.at[1].set(True))
+    sequences = dataclasses.replace(sequences, stopped=sequences.stopped.at[1].set(False))
     for name, value in fields.items():
         owner = sequences if hasattr(sequences, name) else sampling if hasattr(sampling, name) else sampling.edits
         row = getattr(owner, name).at[1].set(jnp.asarray(value, getattr(owner, name).dtype))
@@ -147,30 +148,36 @@ def test_noise_depends_on_seed_and_position_only():
     assert len({draw(logits, temperature=1.0, seed=[s, 9], positions=12)[0] for s in range(17)}) > 5
 
 
-def test_penalties_follow_their_formulas():
-    logits = random_logits(1)
-    counts = np.zeros(V, np.int32)
-    counts[[3, 4]] = [2, 1]
-    mask = np.zeros(V, bool)
-    mask[5] = True
-    expected = logits.astype(np.float64)
-    seen = (counts > 0) | mask
-    expected[seen] = np.where(expected[seen] > 0, expected[seen] / 1.7, expected[seen] * 1.7)
-    expected -= 0.9 * counts + 0.4 * (counts > 0)
-    for boost in range(V):  # whichever token is made the largest must win by the oracle's margin
-        bias = np.zeros(V)
-        bias[boost] = np.max(expected) - expected[boost] + 0.01
-        token, *_ = draw(
-            logits,
-            counts=counts,
-            prompt_mask=mask,
-            repetition_penalty=1.7,
-            frequency_penalty=0.9,
-            presence_penalty=0.4,
-            bias_ids=np.r_[boost, np.full(511, V)],
-            bias=np.r_[bias[boost], np.zeros(511)],
-        )
-        assert token == boost
+def penalised(logits, counts, mask):
+    """Repetition 1.7, frequency 0.9 and presence 0.4, from their formulas."""
+    logits = np.where((counts > 0) | mask, np.where(logits > 0, logits / 1.7, logits * 1.7), logits)
+    return logits - 0.9 * counts - 0.4 * (counts > 0)
+
+
+def test_penalties_follow_their_formulas_after_the_bias():
+    rng = np.random.default_rng(0)
+    penalties = {"repetition_penalty": 1.7, "frequency_penalty": 0.9, "presence_penalty": 0.4}
+    tokens, expected, without, other_order = [], [], [], []
+    for seed in range(40):
+        logits, mask = random_logits(seed).astype(np.float64) * 0.3, rng.random(V) < 0.3
+        counts = rng.integers(0, 4, V) * (rng.random(V) < 0.5)
+        bias = np.where(rng.random(V) < 0.2, rng.normal(size=V), 0.0)
+        padding = np.zeros(512 - V)
+        row = {"bias_ids": np.r_[np.arange(V), padding + V], "bias": np.r_[bias, padding]}
+        tokens.append(draw(logits, counts=counts, prompt_mask=mask, **penalties, **row)[0])
+        expected.append(int(np.argmax(penalised(logits + bias, counts, mask))))
+        without.append(int(np.argmax(logits + bias)))
+        other_order.append(int(np.argmax(penalised(logits, counts, mask) + bias)))
+    assert tokens == expected
+    assert expected != without
+    assert expected != other_order
+
+
+def test_edits_of_a_slot_that_did_not_ask_for_any_are_ignored():
+    logits = random_logits(3)
+    row = np.r_[7, np.full(511, V)], np.r_[100.0, np.zeros(511)]
+    assert draw(logits, bias_ids=row[0], bias=row[1])[0] == 7
+    assert draw(logits, bias_ids=row[0], bias=row[1], edited=False)[0] == int(np.argmax(logits))
 
 
 def test_counts_and_history_record_the_sampled_token():

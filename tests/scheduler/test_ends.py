@@ -63,17 +63,10 @@ def test_overrun_of_a_stopped_row_is_dropped_and_its_pages_wait_for_it():
 def test_logprobs_pass_through():
     scheduler = bare(max_num_batched_tokens=4)
     scheduler.add(request([2] * 6))
-    chunk = take(scheduler, scheduler.schedule(0.0), [], logprobs=["x"], prompt_logprobs=["chunk"])
-    assert [update[1:] for update in chunk] == [([], None, None, None, "chunk")]
-    last = take(scheduler, scheduler.schedule(0.0), [5], logprobs=["token"], prompt_logprobs=["rest"])
-    assert [update[1:] for update in last] == [([5], None, None, "token", "rest")]
+    assert take(scheduler, scheduler.schedule(0.0), [], logprobs=["x"]) == []  # a chunk that samples nothing
+    last = take(scheduler, scheduler.schedule(0.0), [5], logprobs=["token"])
+    assert [update[1:] for update in last] == [([5], None, None, "token")]
     assert take(scheduler, scheduler.schedule(0.0), [5], logprobs=["next"])[0].logprobs == "next"
-
-
-def test_chunk_without_prompt_logprobs_makes_no_update():
-    scheduler = bare(max_num_batched_tokens=4)
-    scheduler.add(request([2] * 6))
-    assert take(scheduler, scheduler.schedule(0.0), []) == []
 
 
 def test_deadline_ends_running_and_waiting_requests_with_the_next_commit():
