@@ -90,9 +90,9 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, rendered by the model's chat template; else as `generate`."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
-        texts = [
+        texts: list[Any] = [
             tokenizer.apply_chat_template(
                 conversation,
                 add_generation_prompt=add_generation_prompt,

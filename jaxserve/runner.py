@@ -51,7 +51,7 @@ class StepFuture:
     plan: StepPlan
     first_prefill_row: int  # in the sampled rows
     sampled: Sampled | None  # None: no row of this plan samples
-    scored: list[tuple[int, Sampled]]  # (index in plan.prefill, logprobs of the region) where asked for
+    scored: Sampled | None  # logprobs of the prefill region's next tokens; None: no row asked
 
     def result(self) -> StepResult:
         decode, prefill = self.plan.decode, self.plan.prefill
@@ -63,7 +63,7 @@ class StepFuture:
         token_ids = [[tokens[row]] if ok else [] for row, ok in zip(rows, samples, strict=True)]
         if self.sampled.logprob is None:
             return StepResult(token_ids=token_ids)
-        host = Sampled(*(np.asarray(field) for field in self.sampled))
+        host = on_host(self.sampled)
         wanted = [row.request.sampling.params.logprobs for row in (*decode, *prefill)]
         logprobs = [
             None if k is None or not ok else [token_logprobs(host, row, k)]
@@ -74,10 +74,11 @@ class StepFuture:
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
         """(request, position of the first, logprobs) of each prefill row that asked; rows of ended epochs left out."""
         found, offset = [], 0
-        wanted = dict(self.scored)
-        for i, row in enumerate(self.plan.prefill):
-            if i in wanted and row.epoch == row.request.epoch:
-                host = Sampled(*(np.asarray(field) for field in wanted[i]))
+        if self.scored is None:
+            return found
+        host = on_host(self.scored)
+        for row in self.plan.prefill:
+            if row.request.sampling.params.prompt_logprobs is not None and row.epoch == row.request.epoch:
                 k = row.request.sampling.params.prompt_logprobs
                 count = min(len(row.token_ids), len(row.request.prompt_token_ids) - 1 - row.start)
                 found.append((row.request, row.start + 1, [token_logprobs(host, offset + j, k) for j in range(count)]))
@@ -85,12 +86,13 @@ class StepFuture:
         return found
 
 
-def token_logprobs(host: Sampled, row: int, k: int) -> TokenLogprobs:
-    """One row's logprobs; k = -1 is all that the program returned."""
-    assert host.logprob is not None
-    assert host.rank is not None
-    assert host.top_ids is not None
-    assert host.top_logprobs is not None
+def on_host(sampled: Sampled) -> Any:
+    """The same fields as numpy arrays; waits for the device."""
+    return Sampled(*(np.asarray(field) for field in sampled))  # pyright: ignore[reportArgumentType]
+
+
+def token_logprobs(host: Any, row: int, k: int) -> TokenLogprobs:
+    """One row's logprobs, of `on_host`'s arrays; k = -1 is all that the program returned."""
     k = host.top_ids.shape[1] if k == -1 else k
     return TokenLogprobs(
         token_ids=[int(host.token_ids[row]), *host.top_ids[row, :k].tolist()],
@@ -189,10 +191,9 @@ class Runner:
                 field.copy_to_host_async()
         return sampled
 
-    def _score_prompts(self, plan: StepPlan, hidden: Array) -> list[tuple[int, Sampled]]:
-        wanted = [i for i, row in enumerate(plan.prefill) if row.request.sampling.params.prompt_logprobs is not None]
-        if not wanted:
-            return []
+    def _score_prompts(self, plan: StepPlan, hidden: Array) -> Sampled | None:
+        if all(row.request.sampling.params.prompt_logprobs is None for row in plan.prefill):
+            return None
         targets, offset = np.zeros(hidden.shape[0], np.int32), 0
         for row in plan.prefill:
             prompt = row.request.prompt_token_ids
@@ -201,8 +202,7 @@ class Runner:
             offset += len(row.token_ids)
         key, program = self._score.get(Rows(hidden.shape[0]))
         missing = key.count - hidden.shape[0]  # where only a larger program is ready
-        scored = program(self._head, jnp.pad(hidden, ((0, missing), (0, 0))), np.pad(targets, (0, missing)))
-        return [(i, scored) for i in wanted]
+        return program(self._head, jnp.pad(hidden, ((0, missing), (0, 0))), np.pad(targets, (0, missing)))
 
     # Slot state
 
@@ -231,7 +231,7 @@ class Runner:
             now, updates = updates[:size], updates[size:]
             rows = np.zeros((key.count, 3), np.int32)
             rows[:, 0] = self._dummy
-            rows[: len(now)] = now
+            rows[: len(now)] = np.asarray(now)
             self._sequences = program(self._sequences, rows)
 
     # Programs

@@ -54,7 +54,7 @@ def _refuses_what_is_not_served_yet[T: type](cls: T) -> T:
                 raise NotImplementedError(f"{name} is not supported yet; leave it out")
         init(self, **options)
 
-    cls.__init__ = checked
+    cls.__init__ = checked  # pyright: ignore[reportAttributeAccessIssue]
     return cls
 
 
@@ -155,21 +155,22 @@ class SamplingParams:
             raise ParameterError("output_kind", self.output_kind, "a RequestOutputKind")
 
     def _check_lists(self) -> None:
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ParameterError("stop", list(self.stop), "made of non-empty strings")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ParameterError("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
-        if self.stop and not self.detokenize:
-            raise ParameterError("stop", list(self.stop), "empty when detokenize is False")
-        for token in self.stop_token_ids:
+        stop, bad_words = self.stop or (), self.bad_words or ()
+        if any(not isinstance(text, str) or not text for text in stop):
+            raise ParameterError("stop", list(stop), "made of non-empty strings")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise ParameterError("stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
+        if stop and not self.detokenize:
+            raise ParameterError("stop", list(stop), "empty when detokenize is False")
+        for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise ParameterError("allowed_token_ids", [], "None or a non-empty list")
             for token in self.allowed_token_ids:
                 _integer("allowed_token_ids", token, 0)
-        if any(not isinstance(word, str) or not word.strip() for word in self.bad_words):
-            raise ParameterError("bad_words", list(self.bad_words), "made of non-empty strings")
+        if any(not isinstance(word, str) or not word.strip() for word in bad_words):
+            raise ParameterError("bad_words", list(bad_words), "made of non-empty strings")
 
     @classmethod
     def of(cls, **options: Any) -> "SamplingParams":

@@ -1,7 +1,7 @@
 """What one step does: made by `Scheduler.schedule`, run by the runner, handed back to `Scheduler.commit`."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxserve.scheduler.request import Request
 
@@ -109,7 +109,7 @@ class StepResult:
     """
 
     token_ids: list[list[int]]
-    logprobs: list[object] | None = None
+    logprobs: list[Any] | None = None
 
 
 class RequestUpdate(NamedTuple):
@@ -122,4 +122,4 @@ class RequestUpdate(NamedTuple):
     new_token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
-    logprobs: object | None = None
+    logprobs: Any = None

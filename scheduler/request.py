@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import sys
+from typing import Any
 
 
 class Status(enum.Enum):
@@ -27,7 +28,7 @@ class Request:
     plans in flight became void (pre-emption, end): a commit takes only rows of the present epoch.
     """
 
-    request_id: int | str
+    request_id: Any  # the caller's name for it; unread here
     prompt_token_ids: list[int]
     max_tokens: int
     min_tokens: int = 0
@@ -39,7 +40,7 @@ class Request:
     adapter: str | None = None
     skip_reading_prefix_cache: bool = False
     leader: "Request | None" = None  # n > 1: wait for the leader's published prompt pages
-    sampling: object = None  # the runner's business
+    sampling: Any = None  # the runner's business
 
     # What the engine and the runner may read.
     status: Status = Status.WAITING

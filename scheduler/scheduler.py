@@ -14,6 +14,7 @@ the cutting of prompts. The scheduler owns slots, running requests and every cha
 """
 
 import heapq
+from typing import Any
 
 from jaxserve.scheduler.chunked import ChunkedPrefill
 from jaxserve.scheduler.config import SchedulerConfig
@@ -298,7 +299,7 @@ class Scheduler:
         if num_written >= request.num_prompt_tokens:
             self.waiting.call_followers(request)
 
-    def _take_tokens(self, request: Request, token_ids: list[int], logprobs: object | None) -> RequestUpdate:
+    def _take_tokens(self, request: Request, token_ids: list[int], logprobs: Any) -> RequestUpdate:
         """0..q sampled tokens of one row, up to the first that ends the request: EOS, then stop ids, then length."""
         outputs, stops = request.output_token_ids, request.stops
         num_before = num_outputs = len(outputs)

@@ -189,7 +189,7 @@ class Model:
             return None
         return target
 
-    def _modules(self, dtype: DTypeLike, rngs: nnx.Rngs | None = None) -> tuple[nnx.Module, nnx.Module]:
+    def _modules(self, dtype: DTypeLike) -> tuple[nnx.Module, nnx.Module]:
         """The abstract modules outside and inside the layers: shapes, dtypes and logical axes."""
         make = lambda module: nnx.eval_shape(lambda: module(self.config, dtype=dtype, rngs=nnx.Rngs(0)))  # noqa: E731
         return make(Outer), make(self.layer_module)

@@ -1,9 +1,9 @@
 """Paged attention in plain XLA: the CPU path, and the fallback of other backends.
 
-How it works: a *tile* is Q consecutive query tokens of each of W sequences. `_tile` walks over the blocks of keys and values that the
-tile can see, with an online softmax (arXiv 2205.14135), and stops at the last one: its trip count is data, so the
-width of the page table costs nothing. The decode region is cut into groups of sequences of similar length, the prefill
-region into tiles of consecutive tokens of one sequence. Loops run over the groups and tiles that exist.
+How it works: a *tile* is Q consecutive query tokens of each of W sequences. `_tile` walks over the blocks of keys and
+values that the tile can see, with an online softmax (arXiv 2205.14135), and stops at the last one: its trip count is
+data, so the width of the page table costs nothing. The decode region is cut into groups of sequences of similar length,
+the prefill region into tiles of consecutive tokens of one sequence. Loops run over the groups and tiles that exist.
 """
 
 from typing import NamedTuple
