@@ -5,6 +5,7 @@ import functools
 import math
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -55,8 +56,16 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 
 def apply_rope(x: Float[Array, "T N H"], positions: Int[Array, " T"], frequencies: np.ndarray) -> Float[Array, "T N H"]:
     """Rotates each pair `(x[i], x[i + H/2])` by `positions * frequencies[i]`, in float32; returns x.dtype."""
-    angle = positions.astype(jnp.float32)[:, None, None, None] * frequencies[None, None, None, :]  # [T, 1, 1, H/2]
-    sin = jnp.sin(angle) * np.asarray([-1, 1], np.float32)[None, None, :, None]
-    halves = x.astype(jnp.float32).reshape(*x.shape[:2], 2, -1)
-    turned = halves * jnp.cos(angle) + jnp.flip(halves, axis=2) * sin  # one fused loop, with no concatenation
-    return turned.reshape(x.shape).astype(x.dtype)
+    angle = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]  # [T, 1, H/2]
+    cos, sin = jax.lax.platform_dependent(angle, cpu=_cos_sin_once, default=_cos_sin)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _cos_sin(angle: Array) -> tuple[Array, Array]:
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _cos_sin_once(angle: Array) -> tuple[Array, Array]:
+    """XLA on CPU would compute them again for every head, inside the loop that rotates."""
+    return jax.lax.optimization_barrier(_cos_sin(angle))
