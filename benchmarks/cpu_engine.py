@@ -6,9 +6,12 @@
     offline_cpu_kl    what the timed weights cost: mean KL divergence to float32 over 512 tokens of text, at most 0.05
 
 The peer runs the same GGUF file (Q4_1) with as many threads, through its low-level batch API, and picks the likeliest
-token as jaxserve does. Rounds of both alternate, and medians are compared. Older figures of transformers 5.17 (torch
-2.11) on two cores of an AMD EPYC (Zen 4), in the order of the first three rows, tokens a second: float32 466, 17, 171;
-bfloat16 919, 26, 240.
+token as jaxserve does. Rounds of both alternate, and medians are compared. Run it on a quiet machine: the peer's
+threads wait for each other in busy loops, so that one other process can make it ten times slower, and the ratio absurd.
+
+The second peer, transformers, needs an environment of its own (`benchmarks/transformers_cpu.py`). Version 5.17 with
+torch 2.11 on two cores of an AMD EPYC (Zen 4), tokens a second in the order of the first three rows: float32 466, 17,
+171; bfloat16 919, 26, 240. jaxserve must be faster than float32 on all three and than bfloat16 on the last two.
 
     pip install "jaxserve[bench]"        # builds llama-cpp-python from source: needs CMake and a C++ compiler
     python -m benchmarks.cpu_engine [--quantization int8|none] [--rounds 7]
@@ -17,6 +20,7 @@ bfloat16 919, 26, 240.
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -153,6 +157,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def warn_if_busy() -> None:
+    load = os.getloadavg()[0]
+    if load > 0.3 * num_cores():
+        print(f"warning: the load is {load:.1f} on {num_cores()} cores; these figures will not hold", file=sys.stderr)
+
+
 def alternate(run: list[Callable[[], float]], rounds: int) -> list[float]:
     """Median seconds of each function, called in turn after one round of warm-up."""
     times = [[f() for f in run] for _ in range(rounds + 1)][1:]
@@ -196,6 +206,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("int8", "none"), default="int8")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
+    warn_if_busy()
     quantization = None if args.quantization == "none" else args.quantization
     peer, ours = LlamaCpp(), Jaxserve(quantization)
     text = open_tokenizer(DEMO_MODEL, revision=None).encode(TEXT)
