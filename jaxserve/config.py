@@ -54,8 +54,8 @@ class CacheOptions:
         _at_least("page_size", self.page_size, 1)
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ParameterError("page_size", self.page_size, "a power of two")
-        _at_least("num_pages", self.num_pages, 2)
-        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _at_least("num_pages", self.num_pages, 2, 2**26)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**50)
         _flag("enable_prefix_caching", self.enable_prefix_caching)
         if not 0.0 < self.device_memory_utilization <= 1.0:
             raise ParameterError("device_memory_utilization", self.device_memory_utilization, "in (0, 1]")
@@ -76,7 +76,9 @@ class SchedulerOptions:
     watermark: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"):
+        _at_least("max_num_seqs", self.max_num_seqs, 1, 2**14)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             _at_least(name, getattr(self, name), 1)
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -189,13 +191,14 @@ def resolve(
         reserve_full_isl=options.scheduler_reserve_full_isl,
         watermark=options.watermark,
     )
+    wanted = config.model.max_logprobs
     mixed = (0, 16, max_num_seqs) if on_cpu else (16, max_num_seqs)
     runner = RunnerConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=num_pages,
-        max_logprobs=model.vocab_size if config.model.max_logprobs == -1 else config.model.max_logprobs,
+        max_logprobs=model.vocab_size if wanted == -1 else min(wanted, model.vocab_size),
         min_decode_rows=2,
         mixed_decode_rows=tuple(sorted({min(rows, max_num_seqs) for rows in mixed})),
         prefill_tokens=tokens,
@@ -262,6 +265,10 @@ def _flag(name: str, value: object) -> None:
         raise ParameterError(name, value, "True or False")
 
 
-def _at_least(name: str, value: int | None, low: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+def _at_least(name: str, value: int | None, low: int, high: int = 2**31 - 1) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ParameterError(name, value, f"None or an integer >= {low}")
+    if value > high:
+        raise ParameterError(name, value, f"None or at most {high}")

@@ -13,7 +13,8 @@ class ParameterError(JaxserveError, ValueError):
     """One parameter is out of range. `parameter` is its name, `value` what came."""
 
     def __init__(self, parameter: str, value: object, expected: str):
-        super().__init__(f"{parameter} must be {expected}, got {value!r}")
+        shown = repr(value)
+        super().__init__(f"{parameter} must be {expected}, got {shown if len(shown) <= 200 else shown[:200] + '...'}")
         self.parameter, self.value = parameter, value
 
 

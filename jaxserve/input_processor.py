@@ -39,7 +39,7 @@ class InputProcessor:
         self._seeds = random.Random(seed)
         self._next_seq_id = 0
         self.default_sampling_params = default_sampling_params(generation_config)
-        self._eos_token_ids = eos_token_ids(generation_config, tokenizer)
+        self._eos_token_ids = eos_token_ids(generation_config, tokenizer, limits.vocab_size)
 
     def process(
         self,
@@ -97,7 +97,7 @@ class InputProcessor:
         limits = self._limits
         if isinstance(prompt, str):
             token_ids = self._encode_text(prompt)
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        elif isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
             token_ids = list(prompt)
         else:
             raise TypeError(f"a prompt must be a str or a list of token ids (ints), got {type(prompt).__name__}")
@@ -114,11 +114,12 @@ class InputProcessor:
     def _encode_text(self, prompt: str) -> list[int]:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: give the prompt as a list of token ids")
-        if not prompt.isascii():
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(f"the prompt must be valid Unicode, got a lone surrogate: {error}") from error
+        limit = self._limits.max_model_len
+        if len(prompt) > limit and len(prompt) > limit * self._tokenizer.longest_token:  # do not even tokenise it
+            raise RequestError(
+                f"the prompt has {len(prompt)} characters, more than {limit - 1} tokens, which max_model_len {limit} "
+                f"leaves room for, can hold; shorten it"
+            )
         return self._tokenizer.encode(prompt)
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -187,15 +188,28 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
     given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
     if generation_config.get("max_new_tokens") is not None:
         given["max_tokens"] = generation_config["max_new_tokens"]
-    return SamplingParams(**given)
+    try:
+        return SamplingParams(**given)
+    except ParameterError as error:
+        raise ValueError(f"generation_config: {error}") from error
 
 
-def eos_token_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
-    """All ids that end a sequence: the tokenizer's own and those of generation_config."""
+def eos_token_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """All ids that end a sequence: the tokenizer's own and those of generation_config.
+
+    Raises:
+        ValueError: generation_config names something that is no token of the model.
+    """
     eos = generation_config.get("eos_token_id")
     ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
     own = None if tokenizer is None else tokenizer.eos_token_id
-    return list(dict.fromkeys([*([] if own is None else [own]), *ids]))
+    found = [*([] if own is None else [own]), *ids]
+    if any(type(token) is not int or not 0 <= token < vocab_size for token in found) or len(found) > MAX_STOP_IDS // 2:
+        raise ValueError(
+            f"generation_config's eos_token_id must be at most {MAX_STOP_IDS // 2} tokens in the vocabulary "
+            f"[0, {vocab_size}), got {str(eos)[:200]}"
+        )
+    return list(dict.fromkeys(found))
 
 
 def _wrap_int64(value: int) -> int:

@@ -1,8 +1,11 @@
 """`LLM`: a model to call from a script or a notebook."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +23,7 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """Offline generation with continuous batching.
+    """Offline generation with continuous batching. Calls from several threads take turns.
 
         llm = LLM("smollm2-135m")
         for output in llm.generate(["Hello", "The sea is"], SamplingParams(max_tokens=32)):
@@ -39,6 +42,7 @@ class LLM:
     def __init__(self, model: str, **options: Any):
         self.llm_engine = LLMEngine(EngineConfig.of(model, **options))
         self._ids = itertools.count()
+        self._lock = threading.Lock()
 
     def generate(
         self,
@@ -65,17 +69,18 @@ class LLM:
         if len(priorities) != len(batch):
             raise ValueError(f"priority must hold one number a prompt ({len(batch)}), got {len(priorities)}")
         ids: list[str] = []
-        try:
-            for prompt, p, rank in zip(batch, params, priorities, strict=True):
-                request_id = f"generate-{next(self._ids)}"
-                self.llm_engine.add_request(request_id, prompt, _final_only(p), priority=rank)
-                ids.append(request_id)
-            return self._run(ids, use_tqdm)
-        except BaseException as error:  # a bad prompt or Ctrl-C: leave nothing behind for the next call
-            self.llm_engine.abort_request(ids)
-            if not isinstance(error, EngineDeadError):
-                self.llm_engine.settle()
-            raise
+        with self._lock, interrupts_between_steps() as let_interrupt:
+            try:
+                for prompt, p, rank in zip(batch, params, priorities, strict=True):
+                    request_id = f"generate-{next(self._ids)}"
+                    self.llm_engine.add_request(request_id, prompt, _final_only(p), priority=rank)
+                    ids.append(request_id)
+                return self._run(ids, use_tqdm, let_interrupt)
+            except BaseException as error:  # a bad prompt or Ctrl-C: leave nothing behind for the next call
+                self.llm_engine.abort_request(ids)
+                if not isinstance(error, EngineDeadError):
+                    self.llm_engine.settle()
+                raise
 
     def chat(
         self,
@@ -150,7 +155,7 @@ class LLM:
             raise ValueError(f"sampling_params must be one for all or one a prompt ({count}), got {len(given)}")
         return list(given)
 
-    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, ids: list[str], use_tqdm: bool, let_interrupt: Callable[[], None]) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         engine = self.llm_engine
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -158,12 +163,34 @@ class LLM:
         with bar:
             task = bar.add_task("prompts", total=len(ids))
             while len(done) < len(ids):
+                let_interrupt()
                 for output in engine.step():
                     if output.finished:
                         done[output.request_id] = output
                         bar.advance(task)
         engine.settle()  # reads the overrun of the last step, so that the pool balances
         return [done[request_id] for request_id in ids]
+
+
+@contextlib.contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until the given function is called, or the end: it must not cut a step of the engine in two."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
+        return
+    pressed: list[tuple[Any, Any]] = []
+
+    def let_interrupt() -> None:
+        if pressed:
+            before(*pressed.pop())
+
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    try:
+        yield let_interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+    let_interrupt()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -3,14 +3,13 @@
 import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.exceptions import ParameterError
 
 MAX_N = 16384
-MAX_STOP_STRINGS = 64
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 8192
 FLAGS = (
     "include_stop_str_in_output",
     "ignore_eos",
@@ -118,6 +117,9 @@ class SamplingParams:
             put("top_k", 0)
         if self.seed == -1:
             put("seed", None)
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            if isinstance(getattr(self, name), float):
+                put(name, float(getattr(self, name)))  # numpy's floats are floats, but no message packs them
         if isinstance(self.temperature, int | float) and 0.0 < self.temperature < 0.01:
             put("temperature", 0.01)
 
@@ -127,13 +129,11 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]")
         if self.top_p == 0.0:
             raise ParameterError("top_p", self.top_p, "in (0, 1]")
-        _integer("top_k", self.top_k, 0)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a finite number above 0")
-        if self.repetition_penalty == 0.0:
-            raise ParameterError("repetition_penalty", self.repetition_penalty, "a finite number above 0")
+        _number("repetition_penalty", self.repetition_penalty, 1e-4, 1e4, "in [0.0001, 10000]")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
@@ -158,8 +158,11 @@ class SamplingParams:
         stop, bad_words = self.stop or (), self.bad_words or ()
         if any(not isinstance(text, str) or not text for text in stop):
             raise ParameterError("stop", list(stop), "made of non-empty strings")
-        if len(stop) > MAX_STOP_STRINGS:
-            raise ParameterError("stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
+        if len(stop) > MAX_STOP_STRINGS or sum(map(len, stop)) > MAX_STOP_CHARS:
+            given = f"{len(stop)} strings of {sum(map(len, stop))} characters"
+            raise ParameterError(
+                "stop", given, f"at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters in all"
+            )
         if stop and not self.detokenize:
             raise ParameterError("stop", list(stop), "empty when detokenize is False")
         for token in self.stop_token_ids or ():
@@ -208,7 +211,7 @@ def _as_bias(given: object) -> dict[int, float]:
         if isinstance(token, str) and token.isdecimal():
             token = int(token)
         _integer("logit_bias", token, 0)
-        _number("logit_bias", value, -math.inf, math.inf, "finite numbers")
+        _number("logit_bias", value, -1e38, 1e38, "finite numbers")
         bias[token] = min(100.0, max(-100.0, float(value)))
     return bias
 
@@ -220,7 +223,5 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
 
 
 def _number(name: str, value: object, low: float, high: float, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ParameterError(name, value, expected)
-    if not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ParameterError(name, value, expected)

@@ -9,7 +9,8 @@ from typing import Any
 import tokenizers
 
 from jaxserve.chat_template import ChatTemplate
-from jaxserve.exceptions import WeightsError
+from jaxserve.exceptions import RequestError, WeightsError
+from jaxserve.json_file import read_json
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -40,7 +41,7 @@ class Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja of a Hugging Face folder.
 
         Raises:
-          WeightsError: no tokenizer.json, or one that cannot be read.
+          WeightsError: no tokenizer.json, or one of the files cannot be read or holds something else than expected.
         """
         path = Path(path)
         file = path / "tokenizer.json"
@@ -55,8 +56,9 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         config_file = path / "tokenizer_config.json"
-        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        return cls(backend, named_tokens=_named_tokens(config), chat_template=_template_source(path, config))
+        config = read_json(config_file)
+        named = _named_tokens(config_file, config)
+        return cls(backend, named_tokens=named, chat_template=_template_source(path, config))
 
     def save(self, path: Path) -> None:
         """Writes the files that `from_dir` reads into the folder `path`."""
@@ -69,6 +71,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens known to the tokenizer, added ones too; the model's vocabulary may be padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n characters has at least n / longest_token tokens."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -84,6 +91,16 @@ class Tokenizer:
         return sorted(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        Raises:
+          RequestError: the text holds a lone surrogate, which no token stands for.
+        """
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the text must be valid Unicode, got a lone surrogate: {error.reason}") from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
@@ -198,21 +215,32 @@ def _mark_special(backend: tokenizers.Tokenizer, tokens: Any) -> None:
     backend.add_special_tokens([t for t in tokens if t not in known and backend.token_to_id(t) is not None])
 
 
-def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+def _named_tokens(file: Path, config: dict[str, Any]) -> dict[str, str]:
     """Tokens are strings, or objects with the string under "content"."""
     found = {name: config[name] for name in _NAMED_TOKENS if config.get(name)}
-    return {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    for name, token in tokens.items():
+        if not isinstance(token, str):
+            raise WeightsError(f"{file}: {name} must be a string or an object with content, got {config[name]!r:.80}")
+    return tokens
 
 
 def _template_source(path: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja, else the field, which may be a list of named templates."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text()
+        try:
+            return file.read_text()
+        except UnicodeDecodeError as error:
+            raise WeightsError(f"{file} is not text: {error}") from error
     field = config.get("chat_template")
-    if isinstance(field, list):
-        named = {entry["name"]: entry["template"] for entry in field}
-        return named.get("default")
+    if isinstance(field, list) and all(isinstance(entry, dict) for entry in field):
+        field = next((entry.get("template") for entry in field if entry.get("name") == "default"), None)
+    if not isinstance(field, str | None):
+        raise WeightsError(
+            f"{path / 'tokenizer_config.json'}: chat_template must be a string or a list of objects with name and "
+            f"template, got {field!r:.80}"
+        )
     return field
 
 

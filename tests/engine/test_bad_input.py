@@ -3,6 +3,7 @@
 import pytest
 
 from jaxserve import LLM, ParameterError, QueueFullError, RequestError, SamplingParams
+from jaxserve.input_processor import InputProcessor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 VOCAB = 320
@@ -26,6 +27,8 @@ BAD_PROMPTS = [
     ([1.5], TypeError, "a prompt must be a str or a list of token ids"),
     ([True], TypeError, "a prompt must be a str or a list of token ids"),
     ({"prompt": "x"}, TypeError, "must be a str"),
+    ("x" * 10_000_000, RequestError, "10000000 characters, more than 127 tokens"),
+    (b"bytes", TypeError, "a prompt must be a str"),
     ("lone \ud800 surrogate", RequestError, "must be valid Unicode"),
 ]
 
@@ -127,6 +130,7 @@ OUT_OF_RANGE = [
     ("min_p", 1.1), ("presence_penalty", -2.1), ("presence_penalty", 2.1), ("frequency_penalty", 2.5),
     ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")), ("seed", 2**63), ("seed", "x"),
     ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", [1]),
+    ("top_k", 2**31), ("temperature", 10**400), ("repetition_penalty", 1e-320), ("stop", ["x" * 9000]),
     ("stop", 5), ("stop_token_ids", 5), ("bad_words", 5), ("allowed_token_ids", 5), ("logit_bias", "abc"),
     ("logit_bias", {1.7: 1.0}), ("ignore_eos", "false"), ("detokenize", 3), ("extra_args", [1]),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("logprobs", -2), ("prompt_logprobs", 1.0),
@@ -167,6 +171,27 @@ def test_a_parameter_that_this_model_cannot_serve_is_refused(llm, name, options,
     goes_on(llm)
 
 
+def test_a_lone_surrogate_in_bad_words_is_refused(llm):
+    with pytest.raises(RequestError, match="lone surrogate"):
+        llm.generate("The", SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
+    goes_on(llm)
+
+
+@pytest.mark.parametrize("eos", [10**12, -1, "x", [[1]], 1.5, True, list(range(100))], ids=str)
+def test_junk_in_generation_config_is_refused_at_start(llm, eos):
+    with pytest.raises(ValueError, match="generation_config's eos_token_id must be"):
+        InputProcessor(None, llm.llm_engine.core.limits(), {"eos_token_id": eos})
+    with pytest.raises(ValueError, match="generation_config: temperature must be"):
+        InputProcessor(None, llm.llm_engine.core.limits(), {"temperature": "hot"})
+
+
+def test_more_logprobs_than_the_vocabulary_holds_give_the_whole_vocabulary(make_llm):
+    output = make_llm(max_logprobs=1000).generate(
+        "The", SamplingParams(temperature=0.0, max_tokens=1, logprobs=500), use_tqdm=False
+    )
+    assert len(output[0].outputs[0].logprobs[0]) == VOCAB
+
+
 def test_greedy_sampling_with_n_is_refused():
     with pytest.raises(ParameterError, match="n must be 1 when temperature is 0"):
         SamplingParams(n=2, temperature=0.0)
@@ -198,6 +223,8 @@ BAD_OPTIONS = [
     ({"page_size": 12}, "page_size must be a power of two, got 12"),
     ({"dtype": "int4"}, "dtype must be one of"),
     ({"num_pages": 1}, "num_pages must be None or an integer >= 2"),
+    ({"num_pages": 10**12}, "num_pages must be None or at most"),
+    ({"max_num_seqs": 10**8}, "max_num_seqs must be None or at most"),
     ({"num_pages": 8, "max_model_len": 128}, "holds 56 tokens .* lower max_model_len to 56"),
     ({"max_model_len": 4096}, "beyond the model's max_position_embeddings 512"),
     ({"device_memory_utilization": 1.5}, r"device_memory_utilization must be in \(0, 1\]"),

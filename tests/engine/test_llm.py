@@ -1,8 +1,10 @@
 """`LLM` and `LLMEngine` as callers see them."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
+import signal
 
 import numpy as np
 import pytest
@@ -295,6 +297,31 @@ def test_ctrl_c_in_generate_leaves_nothing_behind(make_llm, monkeypatch):
         llm.generate(["The", "fox"], GREEDY, use_tqdm=False)
     assert llm.llm_engine.core.scheduler.pool.num_held == 0
     assert tokens(llm.generate("The", GREEDY, use_tqdm=False)[0]) == whole
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step(make_llm, monkeypatch):
+    llm = make_llm()
+    dispatch, calls = type(llm.llm_engine.core.runner).dispatch, []
+
+    def interrupted(self, plan):
+        calls.append(plan)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)  # would cut the step between donation and assignment
+        return dispatch(self, plan)
+
+    monkeypatch.setattr(type(llm.llm_engine.core.runner), "dispatch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("The", GREEDY, use_tqdm=False)
+    assert len(calls) == 3
+    assert len(tokens(llm.generate("The", GREEDY, use_tqdm=False)[0])) == 12
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_threads_take_turns(llm):
+    alone = tokens(llm.generate("The", GREEDY, use_tqdm=False)[0])
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(llm.generate, "The", GREEDY, use_tqdm=False) for _ in range(8)]
+        assert [tokens(job.result()[0]) for job in jobs] == [alone] * 8
 
 
 def test_a_failed_step_ends_the_engine_and_says_why(make_llm, monkeypatch):
