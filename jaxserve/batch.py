@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import grain
 import numpy as np
 
-from jaxserve.exceptions import JaxserveError
+from jaxserve.exceptions import EngineDeadError, JaxserveError
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _RENAMED = {"max_completion_tokens": "max_tokens"}
 _IGNORED = ("user",)  # says who asked; means nothing to an engine
+_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+# What a hostile row may run into; a defect of ours among these costs the row, not the job.
+_COSTS_ITS_ROW = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    NotImplementedError,
+    JaxserveError,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,13 +118,15 @@ def parse_row(numbered: tuple[int, bytes]) -> Row | BadRow:
         custom_id = str(row.pop("custom_id", custom_id))
         kind, body = _unwrap(row) if "body" in row else ("chat" if "messages" in row else "completion", row)
         return _row(number, custom_id, kind, body)
+    except RecursionError:
+        return BadRow(number=number, custom_id=custom_id, message="the row is nested too deeply")
     except ValueError as error:
         return BadRow(number=number, custom_id=custom_id, message=str(error))
 
 
 def _unwrap(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     url, method, body = row.get("url"), row.get("method", "POST"), row["body"]
-    if url not in URLS:
+    if not isinstance(url, str) or url not in URLS:
         raise ValueError(f"url must be one of {', '.join(URLS)}, got {url!r}")
     if method != "POST":
         raise ValueError(f"method must be 'POST', got {method!r}")
@@ -123,7 +137,8 @@ def _unwrap(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _row(number: int, custom_id: str, kind: Any, body: dict[str, Any]) -> Row:
     field = "messages" if kind == "chat" else "prompt"
-    options = {_RENAMED.get(name, name): value for name, value in body.items() if name not in _IGNORED}
+    named = [(_RENAMED.get(name, name), value) for name, value in body.items() if name not in _IGNORED]
+    options = {name: value for name, value in named if value is not None or name not in _SAMPLING}  # null: the default
     prompt, model = options.pop(field, None), options.pop("model", None)
     if options.pop("stream", False):
         raise ValueError("stream must be false in a batch")
@@ -184,8 +199,10 @@ class Batch:
                 continue
             try:
                 self._submit(row)
-            except (ValueError, TypeError, NotImplementedError, JaxserveError) as error:
-                self._fail(row, str(error))
+            except EngineDeadError:  # nobody is left to answer the other rows
+                raise
+            except _COSTS_ITS_ROW as error:
+                self._fail(row, _message(error))
 
     def _submit(self, row: Row) -> None:
         if row.model not in (None, self._model_name):
@@ -221,6 +238,11 @@ class Batch:
         self._finished[row.number] = _line(row.custom_id, None, error)
 
 
+def _message(error: Exception) -> str:
+    ours = isinstance(error, ValueError | NotImplementedError | JaxserveError)
+    return str(error) if ours else f"{type(error).__name__}: {error}"  # a bare KeyError says only the key
+
+
 def run_batch(
     engine: "LLMEngine",
     rows: JsonLines,
@@ -238,7 +260,11 @@ def run_batch(
         raise ValueError(f"the output must be another file than the input, got {target} for both")
     batch = Batch(engine, rows, model_name=model_name)
     start = time.monotonic()
-    with target.open("w", encoding="utf-8") as file, contextlib.closing(iter(batch)) as lines:
+    # A lone surrogate, which UTF-8 cannot hold, becomes the escape that JSON has for it.
+    with (
+        target.open("w", encoding="utf-8", errors="backslashreplace") as file,
+        contextlib.closing(iter(batch)) as lines,
+    ):
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             batch.totals.elapsed_s = time.monotonic() - start

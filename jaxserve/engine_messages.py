@@ -47,17 +47,18 @@ class Group(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, request_id: str, sequences: list[CoreRequest]) -> "Group":
-        """Raises RequestError when a value in it is not plain (numbers, strings, lists, dicts)."""
+        """Raises RequestError when a value in it is not plain (numbers, strings of Unicode, lists, dicts)."""
         try:
+            _PACK(request_id)  # it crosses outside of `packed`, where a failure would cost the whole message
             return cls(request_id, sequences[0].seq_id, msgspec.Raw(_PACK(sequences)))
-        except (TypeError, OverflowError) as error:
+        except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
             raise RequestError(f"the request holds a value that cannot reach the engine: {error}") from error
 
     def sequences(self) -> list[CoreRequest]:
         """Raises RequestError when a field has the wrong type."""
         try:
             return _UNPACK(self.packed)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, RecursionError) as error:
             raise RequestError(f"the request holds a value of the wrong type: {error}") from error
 
 

@@ -125,7 +125,7 @@ def test_a_stop_string_ends_the_request_here_and_in_the_child(start):
 def test_a_deadline_reaches_the_core_as_a_time(shared, monkeypatch):
     async def main():
         submit, seen = shared._submit, []
-        monkeypatch.setattr(shared, "_submit", lambda *args: (seen.extend(args[3]), submit(*args))[1])
+        monkeypatch.setattr(shared, "_submit", lambda *args: (seen.extend(args[-1]), submit(*args))[1])
         async for _ in shared.generate("a", params(1), "r", deadline=5.0, priority=3, cache_salt="s"):
             pass
         assert 4.0 < seen[0].deadline - time.monotonic() <= 5.0
@@ -333,11 +333,42 @@ def test_a_bad_request_raises_in_its_caller_only(shared, prompt, options, error,
 def test_arguments_of_the_wrong_type_raise_in_their_caller_only(shared):
     async def main():
         for options in ({"priority": "high"}, {"cache_salt": 7}):
-            with pytest.raises(RequestError, match="a value of the wrong type"):
+            with pytest.raises((RequestError, ParameterError), match=r"a value of the wrong type|must be"):
                 await anext(shared.generate("a", params(), "bad", **options))
         with pytest.raises(TypeError, match="request_id must be a str, got int"):
             await anext(shared.generate("a", params(), 7))
         assert (await last(shared, "good", params(4))).text == "good"
+
+    asyncio.run(main())
+
+
+def nested(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("request_id", "options"),
+    [
+        ("\ud800", {}),
+        ("bad", {"stop": ["\ud800"]}),
+        ("bad", {"extra_args": {"\ud800": 1}}),
+        ("bad", {"extra_args": {"a": ["\ud800"]}}),
+        ("bad", {"extra_args": nested(100_000)}),
+        ("bad", {"cache_salt": "\ud800"}),
+    ],
+)
+def test_what_cannot_be_packed_costs_its_caller_only(shared, request_id, options):
+    async def main():
+        salt = {"cache_salt": options["cache_salt"]} if "cache_salt" in options else {}
+        sampling = params(**{name: value for name, value in options.items() if name != "cache_salt"})
+        neighbour = asyncio.create_task(last(shared, "abc", params(50)))
+        with pytest.raises(RequestError):
+            async for _ in shared.generate("a", sampling, request_id, **salt):
+                pass
+        assert len((await neighbour).token_ids) == 50
 
     asyncio.run(main())
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.batch import BadRow, JsonLines, Row, parse_row, run_batch
 from jaxserve.cli import run as run_command
-from jaxserve.exceptions import RequestError
+from jaxserve.exceptions import EngineDeadError, RequestError
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
@@ -124,6 +124,48 @@ def test_bad_rows_get_an_error_and_stop_no_other(engine, tmp_path):
     assert messages["wrong model"] == "model must be 'demo', the one that is loaded, got 'gpt-4'"
     assert "max_model_len is 8" in messages["refused by the engine"]
     assert lines[4]["custom_id"] == "x"
+
+
+def test_a_hostile_row_costs_only_its_own_line(engine, tmp_path):
+    hostile = {
+        "an id that is no text": '{"custom_id": "\\ud800", "prompt": "too long"}',
+        "a key that is no text": '{"prompt": "a", "\\ud800": 1}',
+        "lists without end": "[" * 100_000,
+        "objects without end": '{"prompt": "a", "extra_args": ' + '{"a":' * 5000 + "1" + "}" * 5001,
+        "a list for a url": {"url": [], "body": {}},
+        "an object for a url": {"url": {}, "body": {}},
+        "a message that is no object": {"messages": ["role", 1]},
+        "a message without content": {"messages": [{"role": "user"}]},
+    }
+    lines, totals = run(engine, tmp_path, [row for entry in hostile.values() for row in (entry, {"prompt": "good"})])
+    assert [line["error"] is None for line in lines] == [False, True] * len(hostile)
+    assert totals.failed == len(hostile)
+    messages = dict(zip(hostile, [line["error"]["message"] for line in lines[::2]], strict=True))
+    assert lines[0]["custom_id"] == "\ud800"
+    assert messages["lists without end"] == messages["objects without end"] == "the row is nested too deeply"
+    assert messages["a list for a url"] == "url must be one of /v1/chat/completions, /v1/completions, got []"
+    assert messages["a message without content"] == "KeyError: 'content'"
+
+
+def test_a_dead_engine_ends_the_job(engine, tmp_path):
+    def die(*_):
+        raise EngineDeadError("the engine stopped")
+
+    engine.add_request = die
+    with pytest.raises(EngineDeadError):
+        run(engine, tmp_path, [{"prompt": "a"}])
+
+
+def test_null_is_the_default_of_a_sampling_option_and_no_excuse_for_an_unknown_one(engine, tmp_path):
+    seen = []
+    add = engine.add_request
+    engine.add_request = lambda id_, prompt, params: (seen.append(params), add(id_, prompt, params))
+    nulls = dict.fromkeys(("temperature", "top_p", "n", "stop", "max_tokens", "logprobs", "stream"))
+    lines, _ = run(
+        engine, tmp_path, [{"prompt": "a", **nulls}, chat("a", **nulls), {"prompt": "a", "temprature": None}]
+    )
+    assert [line["error"] is None for line in lines] == [True, True, False]
+    assert [(params.temperature, params.max_tokens) for params in seen] == [(0.5, 16), (0.5, None)]
 
 
 def test_only_a_window_of_rows_is_in_the_engine(engine, tmp_path):

@@ -27,6 +27,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="Text of the system message.")] = None,
 ) -> None:
     """Talk with a model: each line is a message, and the answer streams back."""
+    driver.require_text("--system", system or "")
     print(HELP, file=sys.stderr)
     beginning = [{"role": "system", "content": system}] if system else []
     with driver.start(engine) as llm:
@@ -45,7 +46,11 @@ def chat(
 
 
 def read_lines() -> Iterator[str]:
-    """Lines from the terminal (with editing and history where Python has readline), until /exit or the end."""
+    """Lines from the terminal (with editing and history where Python has readline), until /exit or the end.
+
+    Raises:
+        ValueError: the input is not text.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     prompt = "> " if sys.stdin.isatty() else ""
@@ -54,6 +59,8 @@ def read_lines() -> Iterator[str]:
             line = input(prompt).strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the input must be text: {error}") from error
         if line == "/exit":
             return
         if line:

@@ -20,6 +20,14 @@ def start(options: Mapping[str, Any]) -> "LLM":
     return LLM(**options)
 
 
+def require_text(name: str, text: str) -> None:
+    """Raises ValueError where an argument came as bytes that are not text (Python hides them as lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be UTF-8 text, got {text!r}") from error
+
+
 def sampling_params(engine: "LLMEngine", options: Mapping[str, Any], **fixed: Any) -> "SamplingParams":
     """The model's own defaults, overridden by what the user gave, and then by the command."""
     return dataclasses.replace(engine.default_sampling_params, **{"max_tokens": DEFAULT_MAX_TOKENS, **options, **fixed})
@@ -29,10 +37,13 @@ def chat_prompt(engine: "LLMEngine", messages: Sequence[dict[str, str]]) -> list
     """Token ids of a conversation in the model's chat template, ready for the assistant's turn.
 
     Raises:
-        RequestError: the model has no tokenizer.
+        RequestError: the model has no tokenizer or no template, or the template refuses the messages.
     """
     tokenizer = tokenizer_of(engine)
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
     assert isinstance(text, str)  # without tokenize=True
     return tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
 

@@ -52,9 +52,14 @@ def read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     """The prompts given one by one, then those of the file; its empty lines are no prompts.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or one is not UTF-8 text.
     """
-    lines = file.read_text(encoding="utf-8").splitlines() if file else []
+    for prompt in prompts:
+        driver.require_text("--prompt", prompt)
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n") if file else []  # splitlines would cut at U+2028, too
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be UTF-8 text: {error}") from error
     found = [*prompts, *(line for line in lines if line.strip())]
     if not found:
         raise ValueError("no prompt to answer: give --prompt TEXT or a --prompt-file that is not empty")

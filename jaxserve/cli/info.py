@@ -10,6 +10,7 @@ import typer
 from jaxserve.cli.output import show
 
 PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 def info(
@@ -20,6 +21,8 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show versions and devices, and with --model what the model is and how much memory it takes."""
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"--load-format must be {' or '.join(LOAD_FORMATS)}, got {load_format!r}")
     import jax
 
     result: dict[str, Any] = {

@@ -18,6 +18,16 @@ def show(result: Mapping[str, Any], title: str, *, as_json: bool, file: Path | N
         table(_flat(result), title)
 
 
+def require_writable(file: Path | None) -> None:
+    """Raises OSError where `file` cannot be written, before a long run for it. Leaves the file as it was."""
+    if file is None:
+        return
+    existed = file.exists()
+    file.open("ab").close()
+    if not existed:
+        file.unlink()
+
+
 def table(rows: Mapping[str, Any], title: str) -> None:
     """Prints a two-column table."""
     from rich.console import Console

@@ -5,7 +5,9 @@ import pytest
 from fakes import FakeEngine
 
 from jaxserve import RequestOutputKind, SamplingParams
+from jaxserve.cli.bench.plot import require_drawable
 from jaxserve.cli.bench.serve import TimedRequest, drive
+from jaxserve.exceptions import RequestError
 
 
 @dataclasses.dataclass
@@ -100,6 +102,44 @@ def test_a_bad_goodput_limit_stops_before_the_model_loads(run):
     assert code == 2
     assert "error: goodput must be NAME:MS" in err
     assert llm is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seed", "-1", "--seed must be at least 0, got -1"),
+        ("--num-prompts", "-1", "num_prompts must be at least 1, got -1"),
+        *[("--metric-percentiles", text, "must be numbers in [0, 100]") for text in ("200", "abc", "nan", "-5", "")],
+        ("--plot", "x.zzz", "--plot must end in one of "),
+        ("--plot", "/none/x.png", "No such file or directory: /none/x.png"),
+        ("--output-json", "/none/x.json", "No such file or directory: /none/x.json"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_stops_before_the_model_loads(run, option, value, message):
+    code, _, err, llm = run("bench", "serve", "--model", "m", option, value)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert llm is None
+
+
+def test_a_look_at_the_files_to_write_leaves_them_as_they_were(tmp_path):
+    old, new = tmp_path / "old.png", tmp_path / "new.png"
+    old.write_text("old")
+    for file in (old, new):
+        require_drawable(file)
+    assert old.read_text() == "old"
+    assert not new.exists()
+
+
+def test_a_run_in_which_every_request_failed_is_no_success(run, monkeypatch):
+    def refuse(*_):
+        raise RequestError("prompt has 9 tokens, max_model_len is 8")
+
+    monkeypatch.setattr(FakeEngine, "add_request", refuse)
+    code, out, err, _ = run("bench", "serve", "--model", "m", "--num-prompts", "3", "--json")
+    assert (code, json.loads(out)["failed"]) == (1, 3)
+    assert err == "error: all 3 requests failed, the first because prompt has 9 tokens, max_model_len is 8\n"
 
 
 def test_throughput_counts_all_tokens(run):

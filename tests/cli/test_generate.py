@@ -2,7 +2,7 @@ import io
 import json
 
 import pytest
-from fakes import FakeEngine
+from fakes import FakeEngine, FakeTokenizer
 
 from jaxserve import RequestOutputKind, SamplingParams
 from jaxserve.cli import engine as driver
@@ -81,6 +81,37 @@ def test_prompts_keep_their_spaces(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("  two \nthree\n")
     assert read_prompts(["one"], file) == ["one", "  two ", "three"]
+
+
+def test_a_prompt_ends_with_its_line_and_with_no_other_separator(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\u2028still one\x0b\r\ntwo\n", encoding="utf-8", newline="")
+    assert read_prompts([], file) == ["one\u2028still one\x0b", "two"]
+
+
+def test_bytes_that_are_no_text_are_told_in_one_line(run, monkeypatch, tmp_path):
+    file = tmp_path / "prompts.bin"
+    file.write_bytes(b"\xff\xfe")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    for arguments in (("generate", *MODEL, "--prompt-file", str(file)), ("chat", "--model", "m")):
+        code, out, err, _ = run(*arguments)
+        assert (code, out) == (2, "")
+        assert "must be" in err.splitlines()[-1]
+        assert "can't decode byte 0xff" in err.splitlines()[-1]
+    code, _, err, _ = run("chat", "--model", "m", "--system", "\udcff")
+    assert code == 2
+    assert err.startswith("error: --system must be UTF-8 text")
+
+
+def test_chat_goes_on_after_messages_that_the_template_refuses(run, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("roles must alternate")
+
+    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", refuse)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+    code, _, err, _ = run("chat", "--model", "m")
+    assert code == 0
+    assert err.count("error: roles must alternate (/reset starts over)\n") == 2
 
 
 def test_later_requests_wait_and_the_first_flows():

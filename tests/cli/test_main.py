@@ -41,6 +41,9 @@ def test_help_imports_nothing_heavy():
         (("generate", "--model", "m", "--prompt-file", "/none/there"), "No such file or directory: /none/there"),
         (("bench", "serve", "--model", "m", "--request-rate", "0"), "request_rate must be above 0"),
         (("bench", "serve", "--model", "m", "--random-range-ratio", "2"), "range_ratio must be in [0, 1), got 2.0"),
+        (("generate", "--model", "m", "--prompt", "\udcff"), "--prompt must be UTF-8 text"),
+        (("info", "--load-format", "zzz"), "--load-format must be auto or dummy, got 'zzz'"),
+        (("bench", "latency", "--model", "m", "--num-iters-warmup", "-1"), "Invalid value for '--num-iters-warmup'"),
     ],
 )
 def test_a_callers_mistake_is_one_line_and_exit_code_2(run, arguments, message):

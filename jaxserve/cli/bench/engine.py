@@ -28,6 +28,19 @@ def start(options: Mapping[str, Any]) -> "LLM":
     return driver.start({"warm_up": "blocking", **options})
 
 
+def generator(seed: int) -> "np.random.Generator":
+    """The source of all that is random in a benchmark.
+
+    Raises:
+        ValueError: a negative seed.
+    """
+    import numpy as np
+
+    if seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {seed}")
+    return np.random.default_rng(seed)
+
+
 def requests(engine: "LLMEngine", workload: Mapping[str, Any], rng: "np.random.Generator") -> "list[SyntheticRequest]":
     """The requests that `WORKLOAD_OPTIONS` describe, of any token but the special ones."""
     from jaxserve.cli.bench.workload import random_requests

@@ -9,7 +9,7 @@ import typer
 from jaxserve.cli.bench import engine as bench_engine
 from jaxserve.cli.bench.metrics import percentile
 from jaxserve.cli.options import ENGINE_OPTIONS, takes
-from jaxserve.cli.output import show
+from jaxserve.cli.output import require_writable, show
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
 
@@ -20,16 +20,15 @@ def latency(
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
     output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
     batch_size: Annotated[int, typer.Option(help="Prompts of one batch.")] = 8,
-    num_iters_warmup: Annotated[int, typer.Option(help="Batches before the measured ones.")] = 2,
+    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before the measured ones.")] = 2,
     num_iters: Annotated[int, typer.Option(min=1, help="Measured batches.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time whole batches of prompts of one length, one after another."""
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
+    require_writable(output_json)
+    rng = bench_engine.generator(seed)
     params = bench_engine.greedy(output_len)
     lens = {"num_prompts": batch_size, "random_input_len": input_len, "random_output_len": output_len}
     workload = {**lens, "random_range_ratio": 0.0, "random_prefix_len": 0}

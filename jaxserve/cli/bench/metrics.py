@@ -135,6 +135,21 @@ def max_tokens_per_s(records: Iterable[RequestRecord]) -> int:
     return max(seconds.values(), default=0)
 
 
+def parse_percentiles(text: str) -> list[float]:
+    """`"50,99.9"` -> `[50.0, 99.9]`.
+
+    Raises:
+        ValueError: not numbers in [0, 100], separated by commas.
+    """
+    try:
+        percents = [float(percent) for percent in text.split(",")]
+    except ValueError:
+        percents = [math.nan]
+    if not all(0 <= percent <= 100 for percent in percents):
+        raise ValueError(f"--metric-percentiles must be numbers in [0, 100], separated by commas, got {text!r}")
+    return percents
+
+
 def parse_goodput(limits: Iterable[str]) -> dict[str, float]:
     """`["ttft:200", "tpot:50"]` -> `{"ttft": 200.0, "tpot": 50.0}`, in milliseconds.
 

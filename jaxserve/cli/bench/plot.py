@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.bench.metrics import METRICS, samples_ms
+from jaxserve.cli.output import require_writable
 
 if TYPE_CHECKING:
     from jaxserve.cli.bench.serve import Run
@@ -17,12 +18,20 @@ TITLES = {
 }
 
 
-def draw(run: "Run", file: Path, *, goodput_ms: Mapping[str, float]) -> None:
-    """Writes the picture in the format of the file's ending (png, svg, pdf).
+def require_drawable(file: Path) -> None:
+    """Says before a run what would stop `draw` after it.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or draws no such file.
+        OSError: the file cannot be written.
     """
+    known = _pyplot().Figure().canvas.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot must end in one of {', '.join(f'.{ending}' for ending in sorted(known))}, got {file}")
+    require_writable(file)
+
+
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -30,6 +39,16 @@ def draw(run: "Run", file: Path, *, goodput_ms: Mapping[str, float]) -> None:
     matplotlib.use("agg")  # no screen
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(run: "Run", file: Path, *, goodput_ms: Mapping[str, float]) -> None:
+    """Writes the picture in the format of the file's ending (png, svg, pdf).
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
     figure, axes = pyplot.subplot_mosaic(
         [list(METRICS), ["steps"] * 4, ["load"] * 4], figsize=(14, 9), layout="constrained"
     )

@@ -1,6 +1,7 @@
 """`jaxserve bench serve`: requests that arrive over time, as users would send them."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxserve.cli.bench import engine as bench_engine
-from jaxserve.cli.bench.metrics import RequestRecord, parse_goodput, summary
+from jaxserve.cli.bench.metrics import RequestRecord, parse_goodput, parse_percentiles, summary
 from jaxserve.cli.options import ENGINE_OPTIONS, takes
-from jaxserve.cli.output import show
+from jaxserve.cli.output import require_writable, show
 from jaxserve.exceptions import RequestError
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -29,7 +30,7 @@ def serve(
     request_rate: Annotated[float, typer.Option(help="Requests per second; inf sends all at once.")] = float("inf"),
     burstiness: Annotated[float, typer.Option(help="Shape of the gamma gaps: 1 is Poisson, less is burstier.")] = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests in the engine at once.")] = None,
-    num_warmups: Annotated[int, typer.Option(help="Requests before the measured ones.")] = 0,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.")] = 0,
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report, separated by commas.")] = "99",
     goodput: Annotated[list[str] | None, typer.Option(help="Limits: NAME:MS, of ttft, tpot and e2el.")] = None,
     more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,  # --goodput ttft:200 tpot:50
@@ -41,14 +42,16 @@ def serve(
 
     --goodput ttft:200 tpot:50 also counts the requests that meet all of these limits.
     """
-    import numpy as np
-
+    from jaxserve.cli.bench.plot import draw, require_drawable
     from jaxserve.cli.bench.workload import arrival_times
 
-    percents = [float(percent) for percent in metric_percentiles.split(",")]
+    percents = parse_percentiles(metric_percentiles)
     limits = parse_goodput([*(goodput or []), *(more_goodput or [])])
-    rng = np.random.default_rng(workload["seed"])
+    rng = bench_engine.generator(workload["seed"])
     arrivals = arrival_times(workload["num_prompts"], request_rate, burstiness, rng)
+    require_writable(output_json)
+    if plot:
+        require_drawable(plot)
     with bench_engine.start(engine) as llm:
         if num_warmups:
             warm = bench_engine.requests(llm.llm_engine, {**workload, "num_prompts": num_warmups}, rng)
@@ -58,9 +61,11 @@ def serve(
     result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
     show(result, f"bench serve, {request_rate:g} requests/s", as_json=as_json, file=output_json)
     if plot:
-        from jaxserve.cli.bench.plot import draw
-
         draw(run, plot, goodput_ms=limits)
+    if not result["completed"]:
+        reason = f", the first because {run.refusal}" if run.refusal else ""
+        print(f"error: all {result['failed']} requests failed{reason}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ class Run:
     records: list[RequestRecord]
     steps: list[Step]
     duration_s: float
+    refusal: str | None = None  # why the engine refused the first request that it refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +130,7 @@ def drive(
                 num_tokens=num_tokens,
             )
         )
-    return Run(records=client.records(), steps=steps, duration_s=now() - began)
+    return Run(records=client.records(), steps=steps, duration_s=now() - began, refusal=client.refusal)
 
 
 class _Client:
@@ -136,6 +142,7 @@ class _Client:
         self._failed = [False] * len(requests)
         self._num_sent = 0
         self.num_running = 0
+        self.refusal: str | None = None
 
     @property
     def num_left(self) -> int:
@@ -153,8 +160,9 @@ class _Client:
             try:
                 self._engine.add_request(str(self._num_sent), request.prompt_token_ids, request.params)
                 self.num_running += 1
-            except RequestError:
+            except RequestError as error:
                 self._failed[self._num_sent] = True
+                self.refusal = self.refusal or str(error)
             self._num_sent += 1
 
     def receive(self, outputs: "Sequence[RequestOutput]", at_s: float) -> int:

@@ -8,7 +8,7 @@ import typer
 
 from jaxserve.cli.bench import engine as bench_engine
 from jaxserve.cli.options import ENGINE_OPTIONS, takes
-from jaxserve.cli.output import show
+from jaxserve.cli.output import require_writable, show
 
 if TYPE_CHECKING:
     from jaxserve import LLM
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 def throughput(
     engine: dict[str, Any],
     workload: dict[str, Any],
-    num_warmups: Annotated[int, typer.Option(help="Requests before the measured ones.")] = 0,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.")] = 0,
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time all requests together, from handing them over to the last token."""
-    import numpy as np
-
-    rng = np.random.default_rng(workload["seed"])
+    require_writable(output_json)
+    rng = bench_engine.generator(workload["seed"])
     with bench_engine.start(engine) as llm:
         if num_warmups:
             _run(llm, bench_engine.requests(llm.llm_engine, {**workload, "num_prompts": num_warmups}, rng))

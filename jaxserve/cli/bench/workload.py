@@ -22,8 +22,10 @@ def arrival_times(num: int, request_rate: float, burstiness: float, rng: np.rand
     burstier (coefficient of variation = burstiness ** -0.5). An infinite rate sends all at 0.
 
     Raises:
-        ValueError: a rate or burstiness that is not above 0.
+        ValueError: no request, or a rate or burstiness that is not above 0.
     """
+    if num < 1:
+        raise ValueError(f"num_prompts must be at least 1, got {num}")
     if not request_rate > 0:
         raise ValueError(f"request_rate must be above 0 (inf sends all requests at once), got {request_rate}")
     if not 0 < burstiness < math.inf:
