@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxserve.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
 from jaxserve.models.base import Model as Model, ModelConfig as ModelConfig, Target as Target
+from jaxserve.models.hf_config import check_fields
 
 _ALL = (gemma2, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe)
 _MODULES = {name: module for module in _ALL for name in module.ARCHITECTURES}
@@ -17,9 +18,12 @@ def get_model(hf_config: Mapping[str, Any]) -> Model:
         ValueError: the architecture is unknown, or a field of the configuration is missing or not supported.
     """
     names = hf_config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: architectures must be a list of strings, got {names!r:.80}")
     module = next((_MODULES[name] for name in names if name in _MODULES), None)
     if module is None:
         raise ValueError(f"architectures {names} are not supported; jaxserve knows {', '.join(sorted(_MODULES))}")
+    check_fields(hf_config)
     return Model(
         config=module.config_from_hf(hf_config),
         layer_module=module.Layer,

@@ -1,10 +1,8 @@
 """What every checkpoint format offers, and what those with named tensors share."""
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxserve.exceptions import WeightsError
+from jaxserve.json_file import read_json as read_json
 from jaxserve.models import Model, Target
 from jaxserve.tokenizer import Tokenizer
 
@@ -83,25 +82,6 @@ def leaves_of(params: Any) -> dict[LeafPath, Any]:
 
 def num_bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-
-
-def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; {} if the file is absent and not required.
-
-    Raises:
-      WeightsError: absent though required, or not a JSON object.
-    """
-    if not path.is_file():
-        if not required:
-            return {}
-        raise WeightsError(f"{path.parent} has no {path.name}, so it is not a model folder; give one that has")
-    try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise WeightsError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 def listed(names: Iterable[str], limit: int = 6) -> str:

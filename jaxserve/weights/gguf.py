@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.exceptions import WeightsError
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights.checkpoint import TensorCheckpoint
-from jaxserve.weights.gguf_file import GGUFFile, GGUFTensor, dequantize_into
+from jaxserve.weights.gguf_file import GGUFFile, GGUFTensor, checked, dequantize_into
 from jaxserve.weights.gguf_tokenizer import tokenizer_from_gguf
 
 _ARCHITECTURES = {  # general.architecture -> (config.json's architecture, model_type)
@@ -43,7 +43,7 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.([0-9]{1,9})\.(\w+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -69,17 +69,18 @@ class GGUFCheckpoint(TensorCheckpoint):
 
     def __init__(self, path: Path):
         self._file = GGUFFile(path)
-        self.name = self._file.metadata.get("general.name") or path.stem
-        self._architecture = self._file.metadata.get("general.architecture", "")
+        metadata = self._file.metadata
+        self.name = checked(metadata, "general.name", "a string") or path.stem
+        self._architecture = checked(metadata, "general.architecture", "a string", "")
         if self._architecture not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
             raise WeightsError(f"{path}: architecture {self._architecture!r} is not supported; known are {known}")
-        if (num_parts := self._file.metadata.get("split.count", 0)) > 1:
+        if (num_parts := checked(metadata, "split.count", "an integer", 0)) > 1:
             raise WeightsError(f"{path} is one of {num_parts} parts; join them with llama-gguf-split --merge")
         self._entries = self._named_entries()
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
         self.config = _config(self._file, self._architecture)
-        self.generation_config = _generation_config(self._file.metadata)
+        self.generation_config = _generation_config(metadata)
 
     def _named_entries(self) -> dict[str, _Entry]:
         entries = {}
@@ -142,23 +143,26 @@ def _hf_name(name: str, architecture: str) -> str:
 def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     """The config.json that the converter started from, as far as the architectures here read it."""
     fields = _Fields(file, architecture)
+    file_type = checked(file.metadata, "general.file_type", "an integer", -1)
     name, model_type = _ARCHITECTURES[architecture]
     num_heads, hidden_size = fields.get("attention.head_count"), fields.get("embedding_length")
     head_dim = fields.get("attention.key_length", hidden_size // num_heads)
+    if "token_embd.weight" not in file.tensors:
+        raise WeightsError(f"{file.path}: missing tensors: token_embd.weight; the checkpoint is incomplete")
     config = {
         "architectures": [name],
         "model_type": model_type,
-        "dtype": {0: "float32", 1: "float16"}.get(file.metadata.get("general.file_type", -1), "bfloat16"),
-        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
+        "dtype": {0: "float32", 1: "float16"}.get(file_type, "bfloat16"),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": fields.get("feed_forward_length"),
-        "num_hidden_layers": fields.get("block_count"),
+        "num_hidden_layers": _num_layers(file, fields),
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.get("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": fields.get("context_length"),
-        "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.get("rope.freq_base", 10000.0),
+        "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", kind="a positive number"),
+        "rope_theta": fields.get("rope.freq_base", 10000.0, kind="a positive number"),
         "rope_scaling": _rope_scaling(file, fields, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": "silu",
@@ -167,9 +171,21 @@ def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
         config |= _moe_config(fields)
     if architecture.startswith("gemma"):
         config |= _gemma_config(fields, config)
-    elif fields.get("expert_count", 0) and architecture != "qwen3moe":
+    elif fields.get("expert_count", 0, kind="an integer of 0 or more") and architecture != "qwen3moe":
         raise WeightsError(f"{file.path}: experts in architecture {architecture} (Mixtral) are not supported")
     return config
+
+
+def _num_layers(file: GGUFFile, fields: "_Fields") -> int:
+    """Of the metadata; a number far beyond the tensors' would take long to be found out later."""
+    num_layers = fields.get("block_count")
+    present = {int(match[1]) for name in file.tensors if (match := _LAYER_NAME.fullmatch(name))}
+    if num_layers > max(present, default=-1) + 1:
+        raise WeightsError(
+            f"{file.path}: {fields.architecture}.block_count is {num_layers}, but the last layer with tensors is "
+            f"{max(present, default=None)}; the checkpoint is incomplete"
+        )
+    return num_layers
 
 
 def _moe_config(fields: "_Fields") -> dict[str, Any]:
@@ -189,11 +205,14 @@ def _gemma_config(fields: "_Fields", config: dict[str, Any]) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": per_head if config["num_hidden_layers"] in (46, 62) else config["head_dim"],
         "sliding_window": fields.get("attention.sliding_window"),
-        "attn_logit_softcapping": fields.get("attn_logit_softcapping", None),
-        "final_logit_softcapping": fields.get("final_logit_softcapping", None),
+        "attn_logit_softcapping": fields.get("attn_logit_softcapping", None, kind="a positive number"),
+        "final_logit_softcapping": fields.get("final_logit_softcapping", None, kind="a positive number"),
     }
     if fields.architecture == "gemma3":
-        gemma |= {"rope_theta": fields.get("rope.freq_base", 1e6), "rope_local_base_freq": 10000.0}
+        gemma |= {
+            "rope_theta": fields.get("rope.freq_base", 1e6, kind="a positive number"),
+            "rope_local_base_freq": 10000.0,
+        }
         gemma |= {"sliding_window_pattern": 6}
     return gemma
 
@@ -201,23 +220,24 @@ def _gemma_config(fields: "_Fields", config: dict[str, Any]) -> dict[str, Any]:
 def _rope_scaling(file: GGUFFile, fields: "_Fields", head_dim: int) -> dict[str, Any] | None:
     if _ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file, fields, head_dim)
-    kind = fields.get("rope.scaling.type", "none")
+    kind = fields.get("rope.scaling.type", "none", kind="a string")
     if kind == "none":
         return None
     if kind != "linear":
         raise WeightsError(f"{file.path}: RoPE scaling {kind!r} is not supported; none, linear and llama3 are")
-    return {"rope_type": "linear", "factor": fields.get("rope.scaling.factor")}
+    return {"rope_type": "linear", "factor": fields.get("rope.scaling.factor", kind="a positive number")}
 
 
 def _llama3_scaling(file: GGUFFile, fields: "_Fields", head_dim: int) -> dict[str, Any]:
     """Llama 3.1's scaling, of which GGUF stores only the result: each frequency's divisor. All published models use
     one set of parameters but for the factor, which is the largest divisor; that the rest fits is checked."""
-    stored = np.empty((1, head_dim // 2), np.float32)
     if file.tensors[_ROPE_FACTORS].shape != (head_dim // 2,):
         raise WeightsError(f"{file.path}: {_ROPE_FACTORS} must have {head_dim // 2} elements")
+    stored = np.empty((1, head_dim // 2), np.float32)
     dequantize_into(file.rows(_ROPE_FACTORS)[None], file.tensors[_ROPE_FACTORS].type, stored)
     factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
-    frequencies = fields.get("rope.freq_base", 10000.0) ** (-np.arange(0, head_dim, 2) / head_dim)
+    theta = fields.get("rope.freq_base", 10000.0, kind="a positive number")
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original * frequencies / (2 * math.pi) - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if not np.allclose(stored[0], expected, rtol=1e-3):
@@ -233,10 +253,10 @@ def _llama3_scaling(file: GGUFFile, fields: "_Fields", head_dim: int) -> dict[st
 
 def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """Ids that end a text: end of sequence, of turn, of message."""
-    found = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    found = [checked(metadata, f"tokenizer.ggml.{kind}_token_id", "an integer") for kind in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(i for i in found if i is not None))
     config: dict[str, Any] = {"eos_token_id": eos} if eos else {}
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    bos = checked(metadata, "tokenizer.ggml.bos_token_id", "an integer")
     return config if bos is None else config | {"bos_token_id": bos}
 
 
@@ -249,11 +269,11 @@ class _Fields:
     def __init__(self, file: GGUFFile, architecture: str):
         self._file, self.architecture = file, architecture
 
-    def get(self, key: str, default: Any = _REQUIRED) -> Any:
+    def get(self, key: str, default: Any = _REQUIRED, *, kind: str = "a positive integer") -> Any:
         full = f"{self.architecture}.{key}"
         value = self._file.metadata.get(full, default)
         if value is _REQUIRED:
             raise WeightsError(f"{self._file.path}: metadata lacks {full}; convert the model again")
         if isinstance(value, list):
             raise WeightsError(f"{self._file.path}: {full} differs between layers, which is not supported")
-        return value
+        return checked(self._file.metadata, full, kind, default)

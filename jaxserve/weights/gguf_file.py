@@ -8,6 +8,7 @@ here), and this one checks every length against the file, so that a damaged file
 import dataclasses
 import math
 import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,38 @@ from jaxserve.exceptions import WeightsError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
+_MAX_NESTING = 8  # of arrays in arrays
 _CHUNK_ELEMENTS = 1 << 17  # dequantised at a time: temporaries stay in the cache
 
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "an integer": lambda value: type(value) is int,
+    "an integer of 0 or more": lambda value: type(value) is int and 0 <= value < 2**31,
+    "a positive integer": lambda value: type(value) is int and 0 < value < 2**31,
+    "a positive number": lambda value: type(value) in (int, float) and 0 < value < 1e38,
+    "a boolean": lambda value: type(value) is bool,
+    "a string": lambda value: type(value) is str,
+    "a list of strings": lambda value: type(value) is list and all(type(x) is str for x in value),
+    "a list of integers": lambda value: type(value) is list and all(type(x) is int for x in value),
+    "a list of numbers": lambda value: type(value) is list and all(type(x) in (int, float) for x in value),
+}
+
 READABLE_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+
+
+def checked(metadata: Mapping[str, Any], key: str, kind: str, default: Any = None) -> Any:
+    """The value under `key`, `default` if there is none.
+
+    Args:
+      kind: what it must be, one of `_KINDS`.
+
+    Raises:
+      WeightsError: it is something else.
+    """
+    if key not in metadata:
+        return default
+    if not _KINDS[kind](metadata[key]):
+        raise WeightsError(f"GGUF metadata: {key} must be {kind}, got {metadata[key]!r:.80}; convert the model again")
+    return metadata[key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,10 +93,13 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = cursor.string()
-            self.metadata[key] = cursor.value(cursor.unpack("I")[0])
+            try:
+                self.metadata[key] = cursor.value(cursor.unpack("I")[0])
+            except struct.error as error:
+                raise struct.error(f"{key:.80}: {error}") from error
         entries = [cursor.tensor_entry() for _ in range(num_tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
-        start = math.ceil(cursor.at / alignment) * alignment
+        alignment = checked(self.metadata, "general.alignment", "a positive integer", 32)
+        start = -(-cursor.at // alignment) * alignment
         self.tensors = {name: self._tensor(name, shape, type_, start + at) for name, shape, type_, at in entries}
 
     def _tensor(self, name: str, shape: tuple[int, ...], type_id: int, offset: int) -> GGUFTensor:
@@ -76,6 +109,8 @@ class GGUFFile:
             raise WeightsError(f"{self.path}: tensor {name} has the unknown type {type_id}; {_readable()}") from None
         if type_.name not in READABLE_TYPES:
             raise WeightsError(f"{self.path}: tensor {name} has the unsupported type {type_.name}; {_readable()}")
+        if 0 in shape:
+            raise WeightsError(f"{self.path}: tensor {name} is empty: its shape is {shape}; download it again")
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[type_]
         if shape[-1] % block_size:
             raise WeightsError(f"{self.path}: tensor {name}: {type_.name} needs rows of {block_size} n, got {shape}")
@@ -125,22 +160,24 @@ class _Cursor:
         self.at += length
         return str(self.data[self.at - length : self.at], "utf-8")
 
-    def value(self, type_id: int) -> Any:
+    def value(self, type_id: int, depth: int = 0) -> Any:
         if type_id == _STRING:
             return self.string()
         if type_id == _ARRAY:
             element_type, length = self.unpack("IQ")
-            return self._array(element_type, length)
+            return self._array(element_type, length, depth + 1)
         if type_id not in _SCALARS:
             raise struct.error(f"unknown value type {type_id}")
         (value,) = self.unpack(_SCALARS[type_id])
         return float(str(np.float32(value))) if type_id == _FLOAT32 else value  # 1e-05, not 9.999999747378752e-06
 
-    def _array(self, element_type: int, length: int) -> list:
+    def _array(self, element_type: int, length: int, depth: int) -> list:
+        if depth > _MAX_NESTING:
+            raise struct.error(f"arrays nested more than {_MAX_NESTING} deep")
         self._require(length)  # every element takes a byte or more: a damaged length must not allocate
         if element_type in _SCALARS:
             return list(self.unpack(f"{length}{_SCALARS[element_type]}"))
-        return [self.value(element_type) for _ in range(length)]
+        return [self.value(element_type, depth) for _ in range(length)]
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()

@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 
 from jaxserve.exceptions import WeightsError
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights.gguf_file import checked
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type; 1 is normal, 5 unused, 6 a byte
 
@@ -43,8 +44,8 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     Raises:
       WeightsError: no tokenizer in the file, or a kind that is not supported.
     """
-    kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    kind = checked(metadata, "tokenizer.ggml.model", "a string")
+    tokens = checked(metadata, "tokenizer.ggml.tokens", "a list of strings")
     if kind is None or tokens is None:
         raise WeightsError("the GGUF file has no tokenizer (tokenizer.ggml.model and .tokens); pass tokenizer=")
     if kind == "gpt2":
@@ -56,14 +57,20 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     _add_tokens(backend, metadata, tokens)
     named = _named_tokens(metadata, tokens)
     _add_frame(backend, metadata, named)
-    return Tokenizer(backend, named_tokens=named, chat_template=metadata.get("tokenizer.chat_template"))
+    template = checked(metadata, "tokenizer.chat_template", "a string")
+    return Tokenizer(backend, named_tokens=named, chat_template=template)
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> Backend:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    pre = checked(metadata, "tokenizer.ggml.pre", "a string", "default")
+    lines = checked(metadata, "tokenizer.ggml.merges", "a list of strings", ())
+    merges = [tuple(merge.split(" ")) for merge in lines]
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    try:
+        backend = Backend(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    except Exception as error:  # the package raises plain Exception
+        message = f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({error!s:.200}); download the file again"
+        raise WeightsError(message) from error
     backend.pre_tokenizer = _pre_tokenizer(pre)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -87,12 +94,17 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Backend:
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = _merges_by_score(vocab, metadata["tokenizer.ggml.scores"])
-    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    scores = checked(metadata, "tokenizer.ggml.scores", "a list of numbers", ())
+    if len(scores) != len(tokens):
+        raise WeightsError(f"tokenizer.ggml.scores must have one for each of {len(tokens)} tokens, got {len(scores)}")
+    unknown_id = checked(metadata, "tokenizer.ggml.unknown_token_id", "an integer", 0)
+    if not 0 <= unknown_id < len(tokens):
+        raise WeightsError(f"tokenizer.ggml.unknown_token_id must be in [0, {len(tokens)}), got {unknown_id}")
+    merges, unknown = _merges_by_score(vocab, scores), tokens[unknown_id]
     backend = Backend(BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces = normalizers.Replace(" ", "▁")
     steps: list = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if checked(metadata, "tokenizer.ggml.add_space_prefix", "a boolean", True):
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
@@ -114,7 +126,7 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[tuple[s
 
 def _add_tokens(backend: Backend, metadata: dict[str, Any], tokens: list[str]) -> None:
     """Control tokens are special, user-defined ones are matched before BPE but printed."""
-    types = metadata.get("tokenizer.ggml.token_type", ())
+    types = checked(metadata, "tokenizer.ggml.token_type", "a list of integers", ())
     kinds = list(zip(tokens, types, strict=False))
     special = [token for token, type_ in kinds if type_ in (_UNKNOWN, _CONTROL)]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -124,7 +136,7 @@ def _add_tokens(backend: Backend, metadata: dict[str, Any], tokens: list[str]) -
 
 def _named_tokens(metadata: dict[str, Any], tokens: list[str]) -> dict[str, str]:
     keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in keys.items()}
+    ids = {name: checked(metadata, f"tokenizer.ggml.{key}_token_id", "an integer") for key, name in keys.items()}
     return {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
 
 
@@ -132,8 +144,10 @@ def _add_frame(backend: Backend, metadata: dict[str, Any], named: dict[str, str]
     """BOS before and EOS after every text, where the file asks for them."""
     pre = metadata.get("tokenizer.ggml.pre")
     bos_default = metadata["tokenizer.ggml.model"] == "llama" or pre in _BOS_BY_DEFAULT
-    bos = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", bos_default) else None
-    eos = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    bos = (
+        named.get("bos_token") if checked(metadata, "tokenizer.ggml.add_bos_token", "a boolean", bos_default) else None
+    )
+    eos = named.get("eos_token") if checked(metadata, "tokenizer.ggml.add_eos_token", "a boolean", False) else None
     frame = [token for token in (bos, eos) if token is not None]
     if frame:
         backend.post_processor = processors.TemplateProcessing(

@@ -51,10 +51,22 @@ class SafetensorsCheckpoint(TensorCheckpoint):
         return Tokenizer.from_dir(self._folder)
 
 
+def _indexed_files(folder: Path) -> list[str]:
+    """The files that the index names; all lie in the folder itself."""
+    weight_map = read_json(folder / _INDEX).get("weight_map", {})
+    if not isinstance(weight_map, dict):
+        raise WeightsError(f"{folder / _INDEX}: weight_map must be an object, got {weight_map!r:.80}")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or not name:
+            raise WeightsError(
+                f"{folder / _INDEX}: weight_map must give a file of the same folder for {tensor:.80}, got {name!r:.80}"
+            )
+    return sorted(set(weight_map.values()))
+
+
 def _weight_files(folder: Path) -> list[str]:
     """Names of the folder's safetensors files: those of the index, else model*.safetensors."""
-    index = read_json(folder / _INDEX).get("weight_map", {})
-    names = sorted(set(index.values())) or sorted(path.name for path in folder.glob("model*.safetensors"))
+    names = _indexed_files(folder) or sorted(path.name for path in folder.glob("model*.safetensors"))
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise WeightsError(f"{folder}: files that {_INDEX} names are absent: {listed(absent)}; download them again")

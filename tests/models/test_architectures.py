@@ -91,6 +91,57 @@ def test_an_unsupported_value_is_named(case, field, value):
         config_of(case, **{field: value})
 
 
+@pytest.mark.parametrize("value", ["x", 1.5, 0, -1, 2**31, 10**20, True, float("nan"), [], {}])
+@pytest.mark.parametrize(
+    "field",
+    ["hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "max_position_embeddings"],
+)
+def test_a_size_that_is_no_positive_integer_is_named(field, value):
+    with pytest.raises(ValueError, match=rf"config.json: {field} must be an integer in \[\d, \d+\], got "):
+        config_of("llama2", **{field: value})
+
+
+@pytest.mark.parametrize("value", ["x", 0, -5, float("nan"), float("inf"), 10**400, True, []])
+@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
+def test_a_number_that_is_not_positive_and_finite_is_named(field, value):
+    with pytest.raises(ValueError, match=rf"config.json: {field} must be a positive finite number, got "):
+        config_of("llama2", **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a positive finite number, got None"),
+        ({"max_position_embeddings": 1}, r"max_position_embeddings must be an integer in \[2, \d+\], got 1"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ({"hidden_act": []}, r"hidden_act \[\] is not supported"),
+        ({"architectures": 5}, "architectures must be a list of strings, got 5"),
+        ({"architectures": [["x"]]}, r"architectures must be a list of strings, got \[\['x'\]\]"),
+        ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
+        ({"rope_scaling": 5}, "rope_scaling must be an object, got 5"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_scaling.factor must be a positive finite"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8}}, "'llama3' lacks low_freq_factor, high_freq_factor"),
+        ({"rope_parameters": {"rope_theta": -5}}, "rope_parameters.rope_theta must be a positive finite"),
+        ({"head_dim": 15}, "head_dim must be even and positive .*, got 15"),
+        ({"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": ...}, "head_dim must be even.*, got 0"),
+        ({"head_dim": 2**30}, "fused matrices may have"),
+        ({"intermediate_size": 2**31 - 1}, "fused matrices may have"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_of("llama2", **changes)
+
+
+def test_nested_fields_are_checked_too():
+    with pytest.raises(ValueError, match=r"config.json: text_config.hidden_size must be an integer in .*, got 'x'"):
+        get_model({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"hidden_size": "x"}})
+    with pytest.raises(ValueError, match=r"rope_parameters.sliding_attention must be an object, got 5"):
+        config_of("gemma3", rope_parameters={"sliding_attention": 5})
+
+
 def test_unsupported_rope_scaling_is_named():
     with pytest.raises(ValueError, match="rope scaling 'yarn' is not supported; expected default, linear or llama3"):
         config_of("qwen2", rope_scaling={"rope_type": "yarn", "factor": 4.0})
@@ -103,6 +154,12 @@ def test_unsupported_layer_types_are_named():
         ValueError, match=r"layer_types \['chunked_attention'\] are not supported; expected \['full_att"
     ):
         config_of("qwen2", layer_types=["full_attention", "chunked_attention"])
+
+
+@pytest.mark.parametrize("value", [5, "full_attention", [["full_attention"]]])
+def test_layer_types_that_are_no_list_of_names_are_refused(value):
+    with pytest.raises(ValueError, match=r"layer_types must be a list of strings, got "):
+        config_of("qwen2", layer_types=value)
 
 
 def test_sliding_layers_without_a_window_are_refused():

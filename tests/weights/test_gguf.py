@@ -164,6 +164,65 @@ def test_one_part_of_a_split_file(tmp_path):
         GGUFCheckpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.attention.head_count", 0),
+        ("llama.attention.head_count", "x"),
+        ("llama.embedding_length", 0),
+        ("llama.embedding_length", -4),
+        ("llama.embedding_length", "x"),
+        ("llama.embedding_length", 2.5),
+        ("llama.feed_forward_length", 0),
+        ("llama.context_length", "x"),
+        ("llama.block_count", 1 << 24),
+        ("llama.block_count", "x"),
+        ("llama.rope.freq_base", -1.0),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan")),
+        ("general.alignment", 0),
+        ("general.alignment", "x"),
+        ("general.alignment", [1]),
+        ("general.architecture", [1]),
+        ("general.name", 7),
+        ("general.file_type", [1]),
+        ("split.count", "x"),
+        ("tokenizer.ggml.model", [1]),
+        ("tokenizer.ggml.tokens", 1),
+        ("tokenizer.ggml.tokens", [1, 2]),
+        ("tokenizer.ggml.scores", [1.0]),
+        ("tokenizer.ggml.token_type", 1),
+        ("tokenizer.ggml.unknown_token_id", 9999),
+        ("tokenizer.ggml.eos_token_id", [1]),
+        ("tokenizer.ggml.add_bos_token", "x"),
+        ("tokenizer.chat_template", 1),
+    ],
+)
+def test_metadata_of_another_kind_is_named(key, value, llama):
+    _append_metadata(llama, (key, value))
+    with pytest.raises(WeightsError, match=rf"{key} (must|is)"):
+        load(str(llama))
+
+
+@pytest.mark.parametrize("merges", [1, ["zz"], ["qqq zzz"], ["a b c"]])
+def test_merges_that_do_not_fit_are_refused(merges, llama):
+    _append_metadata(llama, ("tokenizer.ggml.model", "gpt2"), ("tokenizer.ggml.merges", merges))
+    with pytest.raises(WeightsError, match=r"tokenizer.ggml.merges (must be a list of strings|do not fit)"):
+        load(str(llama))
+
+
+def test_arrays_nested_deep_are_refused(llama):
+    nested = struct.pack("<IQ", 9, 1) * 20_000 + struct.pack("<IQI", 4, 1, 1)
+    _insert_metadata(llama, struct.pack("<Q6sI", 6, b"x.deep", 9) + nested)
+    with pytest.raises(WeightsError, match=r"damaged .* header \(x.deep: arrays nested more than 8 deep\)"):
+        GGUFCheckpoint(llama)
+
+
+def test_metadata_may_be_given_again(llama):
+    """The helper of the tests above leaves a file that loads."""
+    _append_metadata(llama, ("general.name", "again"), ("general.alignment", 32))
+    assert load(str(llama)).name == "again"
+
+
 def test_missing_tensors_are_named(tmp_path):
     config, weights = golden("llama2")
     weights = {name: w for name, w in weights.items() if name != "model.layers.1.self_attn.k_proj.weight"}
@@ -185,3 +244,35 @@ def test_extra_tensors_are_named(tmp_path):
 def _with_norms(weights):
     norms = {f"model.layers.0.self_attn.{x}_norm.weight": np.ones(16, np.float32) for x in "qk"}
     return weights | norms
+
+
+def _append_metadata(path, *pairs):
+    """Gives keys a value of any kind; one that the file has already is overruled."""
+    _insert_metadata(path, *(_text(key) + struct.pack("<I", _kind(value)) + _value(value) for key, value in pairs))
+
+
+def _insert_metadata(path, *pairs):
+    """Encoded pairs go before the tensor table; the data is padded so that it stays aligned."""
+    data = bytearray(path.read_bytes())
+    tensors = GGUFFile(path).tensors
+    first = _text(next(iter(tensors)))
+    table, start = data.index(first), min(tensor.offset for tensor in tensors.values())
+    end = data.rindex(struct.pack("<Q", max(t.offset for t in tensors.values()) - start), table, start) + 8
+    header = bytes(data[:table]) + b"".join(pairs) + bytes(data[table:end])
+    data = bytearray(header + bytes(-len(header) % 32) + data[start:])
+    struct.pack_into("<Q", data, 16, struct.unpack_from("<Q", data, 16)[0] + len(pairs))
+    path.write_bytes(data)
+
+
+def _kind(value):
+    return {bool: 7, int: 5, float: 6, str: 8, list: 9}[type(value)]
+
+
+def _text(text):
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _value(value):
+    if isinstance(value, list):
+        return struct.pack("<IQ", _kind(value[0]), len(value)) + b"".join(map(_value, value))
+    return _text(value) if isinstance(value, str) else struct.pack("<f" if isinstance(value, float) else "<i", value)

@@ -120,6 +120,61 @@ def test_a_config_that_is_no_json(llama):
         load(str(llama))
 
 
+@pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 5000, b"\xff\xfe\x00", b'{"a": ' + b"9" * 5000 + b"}"])
+def test_json_that_cannot_be_decoded(raw, llama):
+    (llama / "config.json").write_bytes(raw)
+    with pytest.raises(WeightsError, match=r"config.json is not valid JSON"):
+        load(str(llama))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"[]", "must hold a JSON object, got list"),
+        (b"null", "must hold a JSON object, got NoneType"),
+        (b'{"bos_token": 5}', "bos_token must be a string or an object with content, got 5"),
+        (b'{"eos_token": {"content": 5}}', "eos_token must be a string or an object with content, got {'content': 5}"),
+        (b'{"chat_template": [5]}', r"chat_template must be a string or a list of objects .*, got \[5\]"),
+        (b'{"chat_template": {"a": 1}}', "chat_template must be a string or a list of objects .*, got {'a': 1}"),
+    ],
+)
+def test_a_damaged_tokenizer_config_is_named(raw, message, llama):
+    (llama / "tokenizer_config.json").write_bytes(raw)
+    with pytest.raises(WeightsError, match=rf"tokenizer_config.json:? {message}"):
+        load(str(llama))
+
+
+def test_the_default_of_several_chat_templates_is_used(llama):
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    (llama / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert load(str(llama)).tokenizer.chat_template == "yes"
+
+
+def test_a_chat_template_that_is_no_text(llama):
+    (llama / "chat_template.jinja").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(WeightsError, match=r"chat_template.jinja is not text"):
+        load(str(llama))
+
+
+@pytest.mark.parametrize("weight_map", [[], None, "x"])
+def test_an_index_without_a_map_is_refused(weight_map, llama):
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightsError, match=r"index.json: weight_map must be an object, got "):
+        load(str(llama))
+
+
+@pytest.mark.parametrize("name", [5, ["x"], "", ".", "../other/model.safetensors", "/etc/passwd"])
+def test_an_index_names_files_of_its_own_folder_only(name, llama):
+    write_hf(llama.parent / "other", *golden("llama2"))
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(WeightsError, match=r"weight_map must give a file of the same folder for a, got "):
+        load(str(llama))
+
+
 def test_an_unknown_architecture_lists_the_known(tmp_path):
     config, weights = golden("llama2")
     path = write_hf(tmp_path, config | {"architectures": ["RwkvForCausalLM"]}, weights)
