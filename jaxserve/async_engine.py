@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.core_types import CoreOutput, CoreRequest
 from jaxserve.engine_messages import FromEngine, Group, Question, ToEngine
 from jaxserve.engine_process import CoreFactory, EngineProcess, start_core
-from jaxserve.exceptions import EngineDeadError, ParameterError, RequestError
+from jaxserve.exceptions import EngineDeadError, RequestError
 from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits
 from jaxserve.mailbox import Mailbox
 from jaxserve.output_processor import OutputProcessor
@@ -96,8 +96,6 @@ class AsyncLLM:
         self._attach(asyncio.get_running_loop())
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
-        if not isinstance(request_id, str):
-            raise ParameterError("request_id", request_id, "a str")
         if request_id in self._mailboxes:
             raise RequestError(f"request id {request_id!r} is in use; give each running request an id of its own")
         sequences = self._inputs.process(
