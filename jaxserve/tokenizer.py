@@ -218,7 +218,9 @@ def _mark_special(backend: tokenizers.Tokenizer, tokens: Any) -> None:
 def _named_tokens(file: Path, config: dict[str, Any]) -> dict[str, str]:
     """Tokens are strings, or objects with the string under "content"."""
     found = {name: config[name] for name in _NAMED_TOKENS if config.get(name)}
-    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    tokens: dict[str, Any] = {
+        n: token.get("content") if isinstance(token, dict) else token for n, token in found.items()
+    }
     for name, token in tokens.items():
         if not isinstance(token, str):
             raise WeightsError(f"{file}: {name} must be a string or an object with content, got {config[name]!r:.80}")

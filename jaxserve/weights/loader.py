@@ -118,8 +118,15 @@ def open_tokenizer(name: str, *, revision: str | None) -> Tokenizer:
 
 
 def checkpoint_dtype(config: dict[str, Any]) -> jnp.dtype:
-    """The dtype that the checkpoint was saved in, float32 if it does not say."""
-    return jnp.dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
+    """The dtype that the checkpoint was saved in, float32 if it does not say.
+
+    Raises:
+      WeightsError: config.json names none that is known.
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in ("float32", "float16", "bfloat16", "float64"):
+        raise WeightsError(f"config.json: dtype must be float32, float16, bfloat16 or float64, got {name!r}")
+    return jnp.dtype(name)
 
 
 def _open_dummy(model_id: str, revision: str | None, seed: int) -> DummyCheckpoint:

@@ -2,8 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from steps import LLAMA, make, page_table, step
 
 from jaxserve.layers.contract import contract, outputs_first
+from jaxserve.layers.decoder import forward, stack_layers
 from jaxserve.layers.linear import linear
 from jaxserve.layers.moe import moe
 from jaxserve.layers.quantized import Int8Weight, int8_linear, quantize_int8, quantize_rows
@@ -126,6 +128,28 @@ def test_only_the_weights_of_matmuls_are_quantised():
         "lm_head": True, "qkv": True, "o": True, "gate_up": True, "down": True,
     }  # fmt: skip
     assert "lm_head" not in {path[-1] for path, _ in quantized(leaves, "int8", tied=False)}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_quantised_model_predicts_almost_the_same(stacked):
+    model, params, kv = make(LLAMA | {"tie_word_embeddings": True})
+    layers = [{name: leaf for (*_, name), leaf in quantized(_leaves(p), "int8", tied=True)} for p in params["layers"]]
+    outer = {path[-1]: leaf for path, leaf in quantized([(("embed",), params["embed"])], "int8", tied=True)}
+    rounded = params | outer | {"layers": stack_layers(layers, model.layer_kinds) if stacked else tuple(layers)}
+    batch = step([], [(0, [3, 14, 15, 9, 26, 5])], page_table(1))
+
+    def logprobs(params):
+        return jax.nn.log_softmax(model.logits(params, forward(model, params, kv, batch)[0]))
+
+    want = logprobs(params)
+    divergence = lambda got: float(jnp.mean(jnp.sum(jnp.exp(want) * (want - got), axis=-1)))  # noqa: E731
+    assert 0 < divergence(logprobs(rounded)) < 1e-3
+    off_by_one = rounded | {"lm_head": jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), rounded["lm_head"])}
+    assert divergence(logprobs(off_by_one)) > 1e-3
+
+
+def _leaves(layer: dict) -> list:
+    return [(("layers", 0, name), leaf) for name, leaf in layer.items()]
 
 
 def test_an_unknown_quantisation_is_refused():
