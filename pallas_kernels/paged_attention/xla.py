@@ -174,13 +174,13 @@ def decode_group(batch: int) -> int:
 
 
 def prefill_tile(num_tokens: int) -> int:
-    """Query tokens a tile."""
-    return min(num_tokens, 64)
+    """Query tokens a tile: more make larger matmuls, fewer waste less on short prompts and above the diagonal."""
+    return min(num_tokens, 128)
 
 
 def kv_block(num_seqs: int, num_rows: int, page_size: int) -> int:
-    """Positions a block: about 512 a turn over the sequences of a decode group, so that short ones waste little."""
-    return max(page_size, 128 if num_rows > 1 else min(256, 512 // num_seqs))
+    """Positions a block: more share the cost of a turn, fewer waste less at the ends of a group's sequences."""
+    return max(page_size, 64 if num_rows == 1 and num_seqs >= 8 else 128)
 
 
 def matmul_dtype(num_rows: int, dtype: DTypeLike) -> DTypeLike:
