@@ -33,7 +33,7 @@ def test_convert_hands_over_what_it_was_given(run, monkeypatch, tmp_path, given,
     calls = []
     monkeypatch.setattr(weights, "convert", lambda *args, **options: calls.append((args, options)) or tmp_path)
     target = tmp_path / "new"
-    code, out, _, _ = run("convert", "source", str(target), *given)
+    code, out, _, _ = run("convert", "source", str(target), *given, "--json")
     assert code == 0
-    assert str(tmp_path) in out
+    assert json.loads(out)["path"] == str(tmp_path)
     assert calls == [(("source", target), {"dtype": dtype})]
