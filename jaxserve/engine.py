@@ -7,7 +7,6 @@ import os
 import pathlib
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -324,8 +323,3 @@ def use_compilation_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def engine_from_options(model: str, **options: Any) -> LLMEngine:
-    """`LLMEngine(EngineConfig.of(model, **options))`."""
-    return LLMEngine(EngineConfig.of(model, **options))
