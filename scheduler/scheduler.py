@@ -285,17 +285,21 @@ class Scheduler:
             if row.request.epoch != row.epoch:
                 continue
             if plan.completes:
-                self._take_chunk(row)
+                self._take_chunk(row, computes_last_again=row.samples and not tokens[i])
             if row.samples:
                 updates.append(self._take_tokens(row.request, tokens[i], logprobs[i] if logprobs else None))
         self._expire(now)
         return updates + self.expired()
 
-    def _take_chunk(self, row: PrefillRow) -> None:
-        """The KV of these tokens is written through the last layer."""
+    def _take_chunk(self, row: PrefillRow, *, computes_last_again: bool) -> None:
+        """The KV of these tokens is written through the last layer.
+
+        A row that got no token computes its last one again: the page that holds it is not yet fit to be shared.
+        """
         request, num_written = row.request, row.start + len(row.token_ids)
-        if num_written >= request.publish_at:
-            self.cache.publish(request, num_written)
+        num_final = num_written - computes_last_again
+        if num_final >= request.publish_at:
+            self.cache.publish(request, num_final)
         if num_written >= request.num_prompt_tokens:
             self.waiting.call_followers(request)
 

@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from scripted import make, request
+from scripted import bare, make, request, take
 
 from jaxserve.scheduler import PagePool, PrefixCache, prefix_cache
 from jaxserve.scheduler.prefix_cache import page_key, root_key
@@ -100,6 +100,20 @@ def request_like(sim, old):
     new = request(old.prompt_token_ids + old.output_token_ids + [2])
     sim.scheduler.cache.enter(new)
     return new
+
+
+def test_page_whose_last_token_is_computed_again_is_not_published():
+    scheduler = bare()
+    waits = request(range(2, 10))
+    scheduler.add(waits)
+    take(scheduler, scheduler.schedule(0.0), [])  # two full pages are written, but the row got no token
+    scheduler.add(request(range(2, 11)))
+    plan = scheduler.schedule(0.0)
+    assert [row.request for row in plan.decode] == [waits]  # it writes position 7 once more
+    assert plan.prefill[0].start == 4
+    take(scheduler, plan, [5], [6])
+    scheduler.add(request(range(2, 11)))
+    assert scheduler.schedule(0.0).prefill[0].start == 8
 
 
 @pytest.mark.parametrize("options", [{"cache_salt": "b"}, {"adapter": "a"}, {"cache_salt": None}])
