@@ -119,7 +119,10 @@ def test_bad_rows_get_an_error_and_stop_no_other(engine, tmp_path):
     assert (totals.done, totals.failed) == (2 * len(bad), len(bad))
     messages = dict(zip(bad, [line["error"]["message"] for line in lines[::2]], strict=True))
     assert messages["out of range"] == "temperature must be in [0, 2], got 9"
-    assert "temprature" in messages["unknown option"]
+    assert messages["unknown option"] == (
+        "temprature must be left out: it is no sampling parameter (did you mean temperature?), got 1"
+    )
+    assert totals.first_failure.startswith("row-0: the row is not JSON: ")
     assert messages["not json"].startswith("the row is not JSON: ")
     assert messages["wrong model"] == "model must be 'demo', the one that is loaded, got 'gpt-4'"
     assert "max_model_len is 8" in messages["refused by the engine"]
@@ -280,11 +283,12 @@ def command(engine, monkeypatch, capfd):
 def test_the_command_prints_its_totals(command, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "abc"}\n{"prompt": 7}\n')
-    code, out, _ = command(source, target, "--json")
+    code, out, err = command(source, target, "--json")
     totals = json.loads(out)
     assert code == 0
     assert (totals["rows"], totals["failed"], totals["prompt_tokens"], totals["generated_tokens"]) == (2, 1, 3, 3)
     assert totals["generated_tokens_per_s"] == pytest.approx(3 / totals["elapsed_s"])
+    assert err == "first failure: row-1: prompt must be a non-empty string or list of token ids\n"
     assert target.read_text().count("\n") == 2
     code, out, _ = command(source, target)
     assert out.startswith("2 rows, 1 failed, 3 tokens in ")
@@ -302,4 +306,4 @@ def test_without_grain_the_command_says_what_to_install(command, tmp_path, monke
     monkeypatch.delitem(sys.modules, "jaxserve.batch")
     code, _, err = command(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert code == 2
-    assert 'pip install "jaxserve[batch]"' in err
+    assert 'pip install "jaxserve[batch]", or in a checkout: .venv/bin/pip install -e ".[batch]"' in err

@@ -94,7 +94,7 @@ class FakeLLM:
     def __exit__(self, *exc_info: object) -> None:
         pass
 
-    def generate(self, prompts, params, *, use_tqdm: bool):
+    def generate(self, prompts, params, *, use_tqdm: bool = True):
         each = params if isinstance(params, list) else [params] * len(prompts)
         for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             self.llm_engine.add_request(str(i), prompt, one)

@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import re
+import sys
 
 import pytest
 from fakes import FakeEngine
@@ -66,6 +68,42 @@ def test_a_refused_request_has_failed_and_the_others_go_on():
     assert [record.failed for record in run.records] == [False, True]
 
 
+def test_each_request_is_counted_as_it_ends():
+    times = []
+    clock = Clock()
+    requests = [request(1), request(3), request(1, prompt=())]
+    drive(
+        FakeEngine(on_step=clock.step),
+        requests,
+        [0.0, 0.0, 0.05],
+        now=clock.now,
+        sleep=clock.sleep,
+        on_end=lambda: times.append(clock.time - 100.0),
+    )
+    assert times == pytest.approx([0.1, 0.1, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("command", "end"),
+    [
+        (("serve", "--num-prompts", "3", "--random-output-len", "2", "--num-warmups", "2"), "requests 3/3"),
+        (("latency", "--num-iters", "3", "--output-len", "2"), "batches 5/5"),
+    ],
+)
+def test_a_terminal_sees_how_far_a_benchmark_is(run, monkeypatch, command, end):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    code, _, err, _ = run("bench", command[0], "--model", "m", *command[1:])
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╸╺\r\n]", "", err)
+    assert code == 0
+    assert "loading the model and compiling" in text
+    assert end in re.sub(" +", " ", text)
+
+
+def test_a_file_in_place_of_the_terminal_gets_no_progress(run):
+    for command in ("serve", "latency", "throughput"):
+        assert run("bench", command, "--model", "m")[2] == ""
+
+
 def test_a_run_in_which_everything_fails_ends():
     run, _, _ = drive_with([request(1, prompt=())] * 2, [0.0, 0.2])
     assert [record.failed for record in run.records] == [True, True]
@@ -121,6 +159,13 @@ def test_what_cannot_be_measured_or_written_stops_before_the_model_loads(run, op
     assert message in err
     assert err.count("\n") == 1
     assert llm is None
+
+
+def test_without_matplotlib_the_command_says_what_to_install(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err, _ = run("bench", "serve", "--model", "m", "--plot", "x.png")
+    assert code == 2
+    assert 'pip install "jaxserve[plot]", or in a checkout: .venv/bin/pip install -e ".[plot]"' in err
 
 
 def test_a_look_at_the_files_to_write_leaves_them_as_they_were(tmp_path):

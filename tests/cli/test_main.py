@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import sys
 import pytest
 
 from jaxserve import EngineDeadError, SamplingParams, WeightsError, cli, config
+from jaxserve.cli import engine as driver
 from jaxserve.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS
 from jaxserve.cli.output import readable, show
 
@@ -17,6 +19,64 @@ def test_every_shared_option_is_one_of_the_library():
     sampling = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(ENGINE_OPTIONS) <= engine
     assert set(SAMPLING_OPTIONS) <= sampling
+
+
+def shown(value: object) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def test_help_tells_the_defaults_of_the_library():
+    fields = [field for group in (*GROUPS, SamplingParams) for field in dataclasses.fields(group)]
+    defaults = {field.name: field.default for field in fields}
+    defaults["max_tokens"] = driver.DEFAULT_MAX_TOKENS
+    for name, option in (ENGINE_OPTIONS | SAMPLING_OPTIONS).items():
+        if option.default is None and defaults[name] is not None:
+            assert option.unset.removeprefix("the model's, else ") == shown(defaults[name]), name
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "batch", "bench serve", "bench latency", "bench throughput"])
+def test_help_shows_every_name_in_full_on_80_columns(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _, _ = run(*command.split(), "--help")
+    assert code == 0
+    for name in ENGINE_OPTIONS:
+        assert f"--{name.replace('_', '-')} " in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_serving_benchmark_explains_its_measures(run):
+    _, out, _, _ = run("bench", "serve", "--help")
+    for words in ("time to first token", "time per output token", "inter-token latency", "end-to-end latency"):
+        assert words in " ".join(out.split())
+
+
+@pytest.mark.parametrize("group", [(), ("bench",)])
+def test_without_a_command_there_is_help_and_no_error(run, group):
+    code, out, err, _ = run(*group)
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: jaxserve ")
+    assert "error" not in err
+
+
+def test_the_version_is_that_of_the_package(run):
+    assert run("--version")[:3] == (0, f"jaxserve {importlib.metadata.version('jaxserve')}\n", "")
+
+
+def test_an_interrupted_command_leaves_without_waiting_for_its_threads():
+    program = """
+import atexit, sys, time
+from jaxserve import cli
+
+def interrupted(options):
+    atexit.register(time.sleep, 60)
+    raise KeyboardInterrupt
+
+cli.bench.serve.bench_engine.driver.start = interrupted
+sys.argv[1:] = ["bench", "serve", "--model", "m"]
+cli.main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50, check=False)
+    assert (result.returncode, result.stderr) == (130, b"")
 
 
 def test_help_imports_nothing_heavy():
@@ -37,6 +97,7 @@ def test_help_imports_nothing_heavy():
         (("generate", "--model", "m", "--prompt", "a", "--wrong", "1"), "No such option: --wrong"),
         (("generate", "--prompt", "a"), "Missing option '--model'"),
         (("generate", "--model", "m", "--max-tokens", "many"), "Invalid value for '--max-tokens'"),
+        (("generate", "--model", "m", "Hi"), "argument(s) (Hi): a prompt goes behind --prompt"),
         (("serve-all",), "No such command 'serve-all'"),
         (("generate", "--model", "m", "--prompt-file", "/none/there"), "No such file or directory: /none/there"),
         (("bench", "serve", "--model", "m", "--request-rate", "0"), "request_rate must be above 0"),

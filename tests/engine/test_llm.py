@@ -32,6 +32,14 @@ def test_results_come_in_the_order_of_the_prompts(llm):
     assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
 
 
+def test_progress_is_for_terminals_only(llm, capsys, monkeypatch):
+    llm.generate("The quick", GREEDY)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    llm.generate("The quick", GREEDY)
+    assert "1/1" in capsys.readouterr().err
+
+
 def test_one_prompt_may_be_text_or_token_ids(llm):
     text = llm.generate("The quick", GREEDY, use_tqdm=False)
     ids = llm.generate(llm.get_tokenizer().encode("The quick"), GREEDY, use_tqdm=False)

@@ -26,7 +26,7 @@ class PublishesBeforeTheLastLayer(Scheduler):
     def commit(self, plan, result, now):
         for row in plan.prefill:
             if row.request.epoch == row.epoch:
-                self._take_chunk(row)
+                self._take_chunk(row, computes_last_again=False)
         return super().commit(plan, result, now)
 
 
