@@ -3,29 +3,53 @@
 Nothing here imports jax before a command needs it, so that `jaxserve --help` answers at once.
 """
 
+import importlib.metadata
 import os
 import sys
+from typing import Annotated
 
 import typer
 
 from jaxserve.cli import batch, bench, chat, convert, generate, info
+from jaxserve.cli.options import require_command
 from jaxserve.exceptions import EngineDeadError, JaxserveError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="jaxserve",
-    help="Serve language models on GPU, TPU and CPU.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut the names of options at 80 columns
 )
 for command in (generate.generate, chat.chat, batch.batch, convert.convert, info.info):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"jaxserve {importlib.metadata.version('jaxserve')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve language models on GPU, TPU and CPU."""
+    require_command(context)
+
+
 def main() -> None:
     """The console script."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == INTERRUPTED:
+        os._exit(code)  # a usual exit waits for the programs that are being compiled
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -41,7 +65,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1
@@ -57,6 +81,8 @@ def users_mistake(error: Exception) -> str | None:
     """What to tell the caller in one line, or None where the caller is not to blame."""
     if hasattr(error, "format_message"):  # a usage error of the command-line parser
         message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
+        if message.startswith("Got unexpected extra argument") and _command_of(error) == "generate":
+            message += ": give a prompt with --prompt"
     elif isinstance(error, OSError):
         message = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error)
     elif isinstance(error, EngineDeadError):
@@ -66,6 +92,10 @@ def users_mistake(error: Exception) -> str | None:
     else:
         return None
     return " ".join(message.split())
+
+
+def _command_of(error: Exception) -> str | None:
+    return getattr(getattr(error, "ctx", None), "info_name", None)
 
 
 def _ours(error: Exception) -> bool:

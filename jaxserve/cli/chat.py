@@ -26,7 +26,7 @@ def chat(
     sampling: dict[str, Any],
     system: Annotated[str | None, typer.Option(help="Text of the system message.")] = None,
 ) -> None:
-    """Talk with a model: each line is a message, and the answer streams back."""
+    """Talk with a model. Each line is a message, and the answer streams back."""
     driver.require_text("--system", system or "")
     print(HELP, file=sys.stderr)
     beginning = [{"role": "system", "content": system}] if system else []

@@ -14,7 +14,7 @@ def convert(
     dtype: Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float16 or float32.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Write a checkpoint as Orbax, which loads straight into place on any mesh."""
+    """Write a checkpoint as Orbax. It loads straight into place on any mesh."""
     from jaxserve import weights
 
     folder = weights.convert(source, target, dtype=dtype)

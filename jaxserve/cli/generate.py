@@ -24,7 +24,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
 ) -> None:
-    """Continue each prompt, or answer it with --chat, and stream the text to stdout.
+    """Continue each prompt, or answer it with --chat. The text streams to stdout.
 
     Several prompts run together in one batch; their texts are printed in the order of the prompts.
     """

@@ -20,7 +20,7 @@ def info(
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show versions and devices, and with --model what the model is and how much memory it takes."""
+    """Show versions and devices. With --model, also what the model is and how much memory it takes."""
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"--load-format must be {' or '.join(LOAD_FORMATS)}, got {load_format!r}")
     import jax

@@ -12,11 +12,15 @@ import typer
 
 
 class Opt(NamedTuple):
-    """One command-line option; `--max-model-len` is the argument max_model_len. A default of None leaves it out."""
+    """One command-line option; `--max-model-len` is the argument max_model_len.
+
+    A default of None leaves the option out; `unset` then tells in the help what the library does without it.
+    """
 
     type: Any
     help: str
     default: Any = None
+    unset: str = ""
 
 
 REQUIRED = inspect.Parameter.empty
@@ -24,39 +28,62 @@ REQUIRED = inspect.Parameter.empty
 
 ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     "model": Opt(str, "smollm2-135m, a Hugging Face id or folder, a .gguf file or an Orbax folder.", REQUIRED),
-    "tokenizer": Opt(str, "Folder, id or file of the tokenizer, where it is not the model's."),
-    "dtype": Opt(str, "auto, bfloat16, float16 or float32."),
-    "quantization": Opt(str, "Quantise the weights while loading, for instance int8."),
-    "load_format": Opt(str, "auto, or dummy for random weights."),
-    "revision": Opt(str, "Branch, tag or commit of a Hugging Face id."),
-    "max_model_len": Opt(int, "Longest prompt and answer together, in tokens."),
-    "page_size": Opt(int, "Tokens in a page of the KV cache."),
-    "num_pages": Opt(int, "Pages of the KV cache, in place of what memory allows."),
-    "device_memory_utilization": Opt(float, "Share of the device's memory to use."),
-    "kv_cache_memory_bytes": Opt(int, "Bytes of the KV cache, in place of what memory allows."),
-    "max_num_seqs": Opt(int, "Most sequences in one step."),
-    "max_num_batched_tokens": Opt(int, "Most tokens in one step."),
-    "scheduling_policy": Opt(str, "fcfs, or priority (the lower value goes first)."),
-    "enable_prefix_caching": Opt(bool, "Share the KV cache of equal prompt beginnings."),
-    "enable_chunked_prefill": Opt(bool, "Spread a long prompt over several steps."),
-    "async_scheduling": Opt(bool, "Schedule the next step while the device runs this one."),
-    "warm_up": Opt(str, "When to compile the step programs: background, blocking or off."),
+    "tokenizer": Opt(str, "Folder, id or file of a tokenizer.", unset="the model's"),
+    "dtype": Opt(str, "bfloat16, float16, float32, or auto for bfloat16.", unset="auto"),
+    "quantization": Opt(str, "Quantise the weights while loading: int8.", unset="as they are"),
+    "load_format": Opt(str, "auto, or dummy for random weights.", unset="auto"),
+    "revision": Opt(str, "Branch, tag or commit of a Hugging Face id.", unset="main"),
+    "max_model_len": Opt(
+        int, "Longest prompt and answer together, in tokens.", unset="the model's, or what the KV cache holds"
+    ),
+    "page_size": Opt(int, "Tokens in a page of the KV cache.", unset="16 on CPU, 64 elsewhere"),
+    "num_pages": Opt(int, "Pages of the KV cache.", unset="what its memory holds"),
+    "device_memory_utilization": Opt(float, "Share of the device's memory to use.", unset="0.9"),
+    "kv_cache_memory_bytes": Opt(int, "Bytes of the KV cache.", unset="1 GiB on CPU, what the weights leave elsewhere"),
+    "max_num_seqs": Opt(int, "Most sequences in one step.", unset="32 on CPU, 256 elsewhere"),
+    "max_num_batched_tokens": Opt(int, "Most tokens in one step.", unset="512 on CPU, 8192 elsewhere"),
+    "scheduling_policy": Opt(
+        str, "fcfs (first come, first served), or priority (the lower value goes first).", unset="fcfs"
+    ),
+    "enable_prefix_caching": Opt(bool, "Share the KV cache of equal prompt beginnings.", unset="on"),
+    "enable_chunked_prefill": Opt(bool, "Spread a long prompt over several steps.", unset="on"),
+    "async_scheduling": Opt(bool, "Schedule the next step while the device runs this one.", unset="on"),
+    "warm_up": Opt(
+        str,
+        "When to compile the step programs: background, blocking or off.",
+        unset="background; generate: off; bench: blocking",
+    ),
 }
 
 SAMPLING_OPTIONS: Mapping[str, Opt] = {  # fields of jaxserve.SamplingParams
-    "max_tokens": Opt(int, "Most tokens of an answer."),
-    "min_tokens": Opt(int, "Fewest tokens of an answer."),
-    "temperature": Opt(float, "0 always takes the likeliest token."),
-    "top_p": Opt(float, "Sample from the likeliest tokens that hold this much probability."),
-    "top_k": Opt(int, "Sample from this many likeliest tokens."),
-    "min_p": Opt(float, "Sample from tokens with at least this share of the likeliest one's probability."),
-    "presence_penalty": Opt(float, "Against tokens that the answer has already."),
-    "frequency_penalty": Opt(float, "Against tokens, by how often the answer has them."),
-    "repetition_penalty": Opt(float, "Against tokens that the prompt or the answer has; 1 is off."),
-    "seed": Opt(int, "Makes sampling repeatable."),
+    "max_tokens": Opt(int, "Most tokens of an answer.", unset="256"),
+    "min_tokens": Opt(int, "Fewest tokens of an answer.", unset="0"),
+    "temperature": Opt(float, "0 always takes the likeliest token.", unset="the model's, else 1.0"),
+    "top_p": Opt(
+        float, "Sample from the likeliest tokens that hold this much probability.", unset="the model's, else 1.0"
+    ),
+    "top_k": Opt(int, "Sample from this many likeliest tokens; 0 is off.", unset="the model's, else 0"),
+    "min_p": Opt(
+        float,
+        "Sample from tokens with at least this share of the likeliest one's probability.",
+        unset="the model's, else 0.0",
+    ),
+    "presence_penalty": Opt(float, "Against tokens that the answer has already.", unset="0.0"),
+    "frequency_penalty": Opt(float, "Against tokens, by how often the answer has them.", unset="0.0"),
+    "repetition_penalty": Opt(
+        float, "Against tokens that the prompt or the answer has; 1 is off.", unset="the model's, else 1.0"
+    ),
+    "seed": Opt(int, "Makes sampling repeatable.", unset="another one each request"),
     "stop": Opt(list[str], "End the answer before this text; may be given several times."),
-    "ignore_eos": Opt(bool, "Go on past the end-of-sequence token."),
+    "ignore_eos": Opt(bool, "Go on past the end-of-sequence token.", unset="off"),
 }
+
+
+def require_command(context: typer.Context) -> None:
+    """The callback of a group of commands: its help, where none of them is named."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
 
 
 def takes(**groups: Mapping[str, Opt]) -> Callable[[Callable], Callable]:
@@ -75,17 +102,18 @@ def takes(**groups: Mapping[str, Opt]) -> Callable[[Callable], Callable]:
             return command(**values)
 
         own = [p for p in inspect.signature(command).parameters.values() if p.name not in groups]
-        added = [_parameter(group, name, opt) for group, table in groups.items() for name, opt in table.items()]
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*added, *own]]
+        added = [_parameter(name, opt) for table in groups.values() for name, opt in table.items()]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*own, *added]]
         run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
         return run
 
     return decorate
 
 
-def _parameter(group: str, name: str, opt: Opt) -> inspect.Parameter:
+def _parameter(name: str, opt: Opt) -> inspect.Parameter:
     optional = opt.default is None
-    option = typer.Option(help=opt.help, show_default=not optional, rich_help_panel=f"{group.capitalize()} options")
+    text = f"{opt.help}  [default: {opt.unset}]" if opt.unset else opt.help
+    option = typer.Option(help=text, show_default=not optional)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -4,7 +4,10 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 
 def show(result: Mapping[str, Any], title: str, *, as_json: bool, file: Path | None = None) -> None:
@@ -39,6 +42,20 @@ def table(rows: Mapping[str, Any], title: str) -> None:
     for name, value in rows.items():
         grid.add_row(name, readable(value))
     Console().print(grid)
+
+
+def progress(*columns: "ProgressColumn") -> "Progress":
+    """A progress display on stderr; writes nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def how_to_install(extra: str) -> str:
+    """The command that brings an extra of jaxserve, for a package and for a checkout."""
+    return f'pip install "jaxserve[{extra}]", or in a checkout: .venv/bin/pip install -e ".[{extra}]"'
 
 
 def readable(value: object) -> str:

@@ -1,10 +1,12 @@
 """The engine of a benchmark, its prompts and its sampling."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli import engine as driver
 from jaxserve.cli.options import Opt
+from jaxserve.cli.output import progress
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,7 +27,22 @@ WORKLOAD_OPTIONS: Mapping[str, Opt] = {
 
 def start(options: Mapping[str, Any]) -> "LLM":
     """An engine whose programs are compiled before the first measurement, unless the options say otherwise."""
-    return driver.start({"warm_up": "blocking", **options})
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
+        bar.add_task("loading the model and compiling (sooner next time)")
+        return driver.start({"warm_up": "blocking", **options})
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; the given function counts one more as done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with progress(TextColumn("{task.description}"), *columns) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
 
 
 def generator(seed: int) -> "np.random.Generator":

@@ -26,19 +26,21 @@ def latency(
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time whole batches of prompts of one length, one after another."""
+    """Time batches of prompts of one length, one after another."""
     require_writable(output_json)
     rng = bench_engine.generator(seed)
     params = bench_engine.greedy(output_len)
     lens = {"num_prompts": batch_size, "random_input_len": input_len, "random_output_len": output_len}
     workload = {**lens, "random_range_ratio": 0.0, "random_prefix_len": 0}
     latencies = []
-    with bench_engine.start(engine) as llm:
-        for _ in range(num_iters_warmup + num_iters):  # new prompts each time, so that no prefix is in the cache
+    num_batches = num_iters_warmup + num_iters
+    with bench_engine.start(engine) as llm, bench_engine.counting("batches", num_batches) as one_done:
+        for _ in range(num_batches):  # new prompts each time, so that no prefix is in the cache
             prompts = [r.prompt_token_ids for r in bench_engine.requests(llm.llm_engine, workload, rng)]
             began = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             latencies.append(time.perf_counter() - began)
+            one_done()
     measured = latencies[num_iters_warmup:]
     show(
         summary(measured), f"latency in s of {batch_size} x {input_len}+{output_len}", as_json=as_json, file=output_json

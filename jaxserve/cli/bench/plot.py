@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.bench.metrics import METRICS, samples_ms
-from jaxserve.cli.output import require_writable
+from jaxserve.cli.output import how_to_install, require_writable
 
 if TYPE_CHECKING:
     from jaxserve.cli.bench.serve import Run
@@ -35,7 +35,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'jaxserve[plot]'") from None
+        raise ValueError(f"--plot needs matplotlib: {how_to_install('plot')}") from None
     matplotlib.use("agg")  # no screen
     from matplotlib import pyplot
 

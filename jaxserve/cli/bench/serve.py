@@ -32,15 +32,22 @@ def serve(
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests in the engine at once.")] = None,
     num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.")] = 0,
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report, separated by commas.")] = "99",
-    goodput: Annotated[list[str] | None, typer.Option(help="Limits: NAME:MS, of ttft, tpot and e2el.")] = None,
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,  # --goodput ttft:200 tpot:50
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Limits for a good request: NAME:MS, of ttft, tpot, e2el.")
+    ] = None,
+    more_goodput: Annotated[
+        list[str] | None, typer.Argument(hidden=True, metavar="NAME:MS")
+    ] = None,  # --goodput ttft:200 tpot:50
     plot: Annotated[Path | None, typer.Option(help="Draw the distributions and the steps into this file.")] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Send requests at random times and report TTFT, TPOT, ITL and E2EL as a client would see them.
+    """Send requests at random times and time what a client sees.
 
-    --goodput ttft:200 tpot:50 also counts the requests that meet all of these limits.
+    TTFT: time to first token. TPOT: time per output token after the first. ITL: inter-token latency, each single gap
+    between two tokens. E2EL: end-to-end latency, until the last token.
+
+    Goodput: the requests a second that meet all limits, for instance --goodput ttft:200 tpot:50 (milliseconds).
     """
     from jaxserve.cli.bench.plot import draw, require_drawable
     from jaxserve.cli.bench.workload import arrival_times
@@ -55,9 +62,11 @@ def serve(
     with bench_engine.start(engine) as llm:
         if num_warmups:
             warm = bench_engine.requests(llm.llm_engine, {**workload, "num_prompts": num_warmups}, rng)
-            drive(llm.llm_engine, [_request(r) for r in warm], [0.0] * num_warmups)
+            with bench_engine.counting("warm-up requests", num_warmups) as one_done:
+                drive(llm.llm_engine, [_request(r) for r in warm], [0.0] * num_warmups, on_end=one_done)
         requests = [_request(r) for r in bench_engine.requests(llm.llm_engine, workload, rng)]
-        run = drive(llm.llm_engine, requests, arrivals, max_concurrency=max_concurrency)
+        with bench_engine.counting("requests", len(requests)) as one_done:
+            run = drive(llm.llm_engine, requests, arrivals, max_concurrency=max_concurrency, on_end=one_done)
     result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
     show(result, f"bench serve, {request_rate:g} requests/s", as_json=as_json, file=output_json)
     if plot:
@@ -99,6 +108,7 @@ def drive(
     arrivals: Sequence[float],
     *,
     max_concurrency: int | None = None,
+    on_end: Callable[[], None] = lambda: None,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Run:
@@ -106,8 +116,9 @@ def drive(
 
     A request's clock starts at its arrival even where the engine, busy with a step or at `max_concurrency`, takes it
     later: waiting is part of what a user sees. A request that the engine refuses or ends with an error has failed.
+    `on_end` is called as each request ends.
     """
-    client = _Client(engine, requests, arrivals)
+    client = _Client(engine, requests, arrivals, on_end)
     steps: list[Step] = []
     computed = engine.get_metrics()[COMPUTED]
     began = now()
@@ -136,8 +147,14 @@ def drive(
 class _Client:
     """Sends requests when they are due and keeps the times of what comes back."""
 
-    def __init__(self, engine: "LLMEngine", requests: Sequence[TimedRequest], arrivals: Sequence[float]):
-        self._engine, self._requests, self._arrivals = engine, requests, arrivals
+    def __init__(
+        self,
+        engine: "LLMEngine",
+        requests: Sequence[TimedRequest],
+        arrivals: Sequence[float],
+        on_end: Callable[[], None],
+    ):
+        self._engine, self._requests, self._arrivals, self._on_end = engine, requests, arrivals, on_end
         self._token_times: list[list[float]] = [[] for _ in requests]
         self._failed = [False] * len(requests)
         self._num_sent = 0
@@ -163,6 +180,7 @@ class _Client:
             except RequestError as error:
                 self._failed[self._num_sent] = True
                 self.refusal = self.refusal or str(error)
+                self._on_end()
             self._num_sent += 1
 
     def receive(self, outputs: "Sequence[RequestOutput]", at_s: float) -> int:
@@ -175,6 +193,7 @@ class _Client:
             if output.finished:
                 self.num_running -= 1
                 self._failed[index] = sample.finish_reason not in ("stop", "length")
+                self._on_end()
         return num_tokens
 
     def records(self) -> list[RequestRecord]:

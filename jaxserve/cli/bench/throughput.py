@@ -23,7 +23,7 @@ def throughput(
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time all requests together, from handing them over to the last token."""
+    """Time all requests together. The clock runs from handing them over to the last token."""
     require_writable(output_json)
     rng = bench_engine.generator(workload["seed"])
     with bench_engine.start(engine) as llm:
@@ -52,5 +52,5 @@ def summary(num_requests: int, prompt_tokens: int, output_tokens: int, elapsed_s
 def _run(llm: "LLM", requests: "list[SyntheticRequest]") -> tuple[float, int]:
     params = [bench_engine.greedy(request.output_len) for request in requests]
     began = time.perf_counter()
-    outputs = llm.generate([request.prompt_token_ids for request in requests], params, use_tqdm=False)
+    outputs = llm.generate([request.prompt_token_ids for request in requests], params)
     return time.perf_counter() - began, sum(len(output.outputs[0].token_ids) for output in outputs)
