@@ -69,6 +69,7 @@ class Totals:
     num_rows: int
     done: int = 0
     failed: int = 0  # of `done`
+    first_failure: str | None = None  # the row's id and the reason, in one line
     prompt_tokens: int = 0
     generated_tokens: int = 0
     elapsed_s: float = 0.0
@@ -234,6 +235,7 @@ class Batch:
     def _fail(self, row: Row | BadRow, message: str) -> None:
         self.totals.done += 1
         self.totals.failed += 1
+        self.totals.first_failure = self.totals.first_failure or " ".join(f"{row.custom_id}: {message}".split())
         error = {"code": "invalid_request", "message": message}
         self._finished[row.number] = _line(row.custom_id, None, error)
 

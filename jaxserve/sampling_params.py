@@ -1,6 +1,7 @@
 """How to sample one request: vLLM's names, defaults and ranges."""
 
 import dataclasses
+import difflib
 import enum
 import functools
 from collections.abc import Mapping, Sequence
@@ -186,7 +187,9 @@ class SamplingParams:
         known = {field.name for field in dataclasses.fields(cls)}
         for name, value in options.items():
             if name not in known and name not in NOT_YET:
-                raise ParameterError(name, value, f"left out: it is no sampling parameter (known: {sorted(known)})")
+                close = difflib.get_close_matches(name, sorted(known), n=1)
+                hint = f"did you mean {close[0]}?" if close else "see jaxserve.SamplingParams"
+                raise ParameterError(name, value, f"left out: it is no sampling parameter ({hint})")
         return cls(**options)
 
     @property

@@ -1,6 +1,7 @@
 """`jaxserve batch`: a JSONL file of prompts in, a JSONL file of answers out."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 
 from jaxserve.cli import engine as driver
 from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.output import how_to_install, progress
 
 if TYPE_CHECKING:
     from jaxserve.batch import Totals
@@ -22,13 +24,17 @@ def batch(
     target: Annotated[Path, typer.Argument(help="JSONL file to write: one line a row, in the same order.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the totals as JSON.")] = False,
 ) -> None:
-    """Answer every row of a JSONL file. A bad row gets an error in its own line and stops no other."""
+    """Answer every row of a JSONL file. A bad row gets an error in its own line and stops no other.
+
+    A row is for instance {"custom_id": "a", "prompt": "The sea is", "max_tokens": 16}; sampling options stand beside
+    the prompt, and "messages" in place of "prompt" makes it a chat.
+    """
     try:
         from jaxserve.batch import JsonLines, run_batch
     except ModuleNotFoundError as error:
         if error.name != "grain":
             raise
-        raise ValueError('batch reads through Grain: pip install "jaxserve[batch]"') from error
+        raise ValueError(f"batch reads through Grain: {how_to_install('batch')}") from error
     rows = JsonLines(source)  # before the model, so that a wrong path is told at once
     with driver.start(engine) as llm, _progress(len(rows)) as on_row:
         totals = run_batch(llm.llm_engine, rows, target, model_name=engine["model"], on_row=on_row)
@@ -37,6 +43,8 @@ def batch(
     else:
         speed = f"{totals.generated_tokens} tokens in {totals.elapsed_s:.1f} s"
         print(f"{totals.num_rows} rows, {totals.failed} failed, {speed}")
+    if totals.first_failure is not None:
+        print(f"first failure: {totals.first_failure}", file=sys.stderr)
 
 
 def _tokens(totals: "Totals") -> dict[str, float]:
@@ -51,14 +59,13 @@ def _tokens(totals: "Totals") -> dict[str, float]:
 @contextmanager
 def _progress(num_rows: int) -> Iterator[Callable[["Totals"], None]]:
     """A bar on stderr: rows done, tokens generated a second, time left."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("rows", total=num_rows, speed="")
+    with progress(*columns) as bar:
+        task = bar.add_task("rows", total=num_rows, speed="")
 
         def on_row(totals: "Totals") -> None:
-            progress.update(task, completed=totals.done, speed=f"{totals.tokens_per_s:.1f} tokens/s")
+            bar.update(task, completed=totals.done, speed=f"{totals.tokens_per_s:.1f} tokens/s")
 
         yield on_row
