@@ -57,7 +57,7 @@ class LLM:
         Args:
             prompts: text or a list of token ids, or a list of either.
             sampling_params: one for all, or one a prompt; None = the model's defaults.
-            use_tqdm: show a progress bar (named as in vLLM).
+            use_tqdm: show a progress bar on a terminal or in a notebook (named as in vLLM).
             priority: one number a prompt, lower first, under scheduling_policy="priority".
 
         Raises:
@@ -159,7 +159,9 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         engine = self.llm_engine
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not use_tqdm)
+        console = Console(stderr=True)
+        shown = use_tqdm and (console.is_terminal or console.is_jupyter)  # elsewhere a bar leaves blank lines
+        bar = Progress(*columns, console=console, transient=True, disable=not shown)
         with bar:
             task = bar.add_task("prompts", total=len(ids))
             while len(done) < len(ids):
