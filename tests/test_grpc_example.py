@@ -58,6 +58,10 @@ async def health_becomes(channel, service, status):
     watch.cancel()  # the server's end waits for open calls
 
 
+def sync_channel(port):
+    return grpc.insecure_channel(f"127.0.0.1:{port}")
+
+
 @contextlib.asynccontextmanager
 async def running(load=load_echo):
     server = example.Server("127.0.0.1:0")
@@ -187,7 +191,7 @@ def test_abort_ends_the_stream_and_ignores_unknown_ids():
     asyncio.run(main())
 
 
-def test_health_follows_the_engine():
+def test_health_follows_the_engine(caplog):
     async def main():
         async with running() as it:
             assert await it.status("") == SERVING
@@ -202,6 +206,9 @@ def test_health_follows_the_engine():
             assert code is grpc.StatusCode.UNAVAILABLE
             assert "killed by SIGKILL" in details
             await health_becomes(it.channel, "", NOT_SERVING)
+            assert [r.message for r in caplog.records if "died" in r.message] == [f"the engine died: {details}"]
+            with pytest.raises(ConnectionError, match="engine died"), sync_channel(it.server.port) as channel:
+                await asyncio.to_thread(client.wait_until_ready, channel, 10.0)
             assert await it.status(example.SERVICE) == NOT_SERVING
 
     asyncio.run(main())
@@ -245,7 +252,7 @@ def test_a_port_in_use_is_an_error():
 
 def test_the_client_prints_the_stream(capsys):
     def ask(port):
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with sync_channel(port) as channel:
             return client.stream(channel, request(max_tokens=9))
 
     async def main():
@@ -254,6 +261,67 @@ def test_the_client_prints_the_stream(capsys):
 
     assert asyncio.run(main()).text == "abc" * 3
     assert capsys.readouterr().out == "abc" * 3
+
+
+def test_the_client_waits_for_the_model_and_asks_then(capsys):
+    async def main():
+        server = example.Server("127.0.0.1:0")
+        go_on = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def load():
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            return load_echo()
+
+        task = asyncio.create_task(server.run(load))
+        address = f"127.0.0.1:{server.port}"
+        asked = asyncio.create_task(asyncio.to_thread(client.ask, address, request(max_tokens=3), 60))
+        while "the server loads its model" not in (err := capsys.readouterr().err):
+            await asyncio.sleep(0.01)
+        assert err.count("\n") == 1
+        go_on.set()
+        completion = await asked
+        server.stop.set()
+        await task
+        return completion
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)).text == "abc"
+
+
+def run_client(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["client.py", "hi", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        client.main()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("count", ["-3", "0", "4294967296"])
+def test_the_client_names_a_bad_number_of_tokens(monkeypatch, count):
+    expected = f"error: --max-tokens must be in [1, 4294967295], got {count}"
+    assert run_client(monkeypatch, "--max-tokens", count) == expected
+
+
+def test_what_the_client_cannot_do_is_one_line(monkeypatch):
+    async def main():
+        async with running() as it:
+            address = f"127.0.0.1:{it.server.port}"
+            return await asyncio.to_thread(run_client, monkeypatch, "--address", address, "--temperature", "9")
+
+    assert asyncio.run(main()) == "error: INVALID_ARGUMENT: temperature must be in [0, 2], got 9.0"
+    monkeypatch.setattr(client, "CONNECT_S", 0.1)
+    assert run_client(monkeypatch, "--address", "127.0.0.1:1") == "error: no server answers at 127.0.0.1:1"
+
+
+@pytest.mark.parametrize("script", ["server.py", "client.py"])
+def test_without_the_extra_each_script_says_what_to_install(script):
+    program = f"import runpy, sys; sys.modules['grpc'] = None; sys.path.insert(0, {str(EXAMPLE)!r}); "
+    program += f"runpy.run_path({str(EXAMPLE / script)!r}, run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "error: grpc is not installed; at the root of the checkout: "
+        '.venv/bin/pip install -e ".[grpc]", then run this with .venv/bin/python\n'
+    )
 
 
 @pytest.mark.full

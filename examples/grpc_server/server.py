@@ -9,16 +9,23 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
-import generation_pb2 as pb
-import generation_pb2_grpc as rpc
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+try:
+    import generation_pb2 as pb
+    import generation_pb2_grpc as rpc
+    import grpc
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from jaxserve import AsyncLLM, EngineDeadError, QueueFullError, RequestOutput, RequestOutputKind, SamplingParams
+    from jaxserve import AsyncLLM, EngineDeadError, QueueFullError, RequestOutput, RequestOutputKind, SamplingParams
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"error: {error.name} is not installed; at the root of the checkout: "
+        f'.venv/bin/pip install -e ".[grpc]", then run this with .venv/bin/python'
+    )
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 MESSAGE_BYTES = 256 << 20
@@ -171,8 +178,12 @@ class Server:
     async def _watch(self, engine: AsyncLLM) -> None:
         """Until told to stop; a dead engine turns health to NOT_SERVING, and whoever reads it restarts the server."""
         while not self.stop.is_set():
-            if not engine.is_running:
+            try:
+                await engine.check_health()
+            except EngineDeadError as error:
+                logger.error("the engine died: %s", error)
                 await self._say(alive=False, ready=False)
+                await self.stop.wait()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), HEALTH_INTERVAL_S)
 
@@ -203,4 +214,7 @@ async def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    asyncio.run(main(arguments()))
+    try:
+        asyncio.run(main(arguments()))
+    except EngineDeadError as error:  # it could not load the model
+        sys.exit(f"error: {error}")
