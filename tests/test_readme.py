@@ -2,9 +2,15 @@
 
 import functools
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
+import pytest
+
 import jaxserve
+from jaxserve import EngineDeadError, cli
+from jaxserve.batch import Row, parse_row
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,7 +24,37 @@ def test_the_library_example_runs(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "The capital of France is -> " in printed
     assert "red" in printed.lower()
-    assert len(printed.splitlines()) >= 3 + 1 + 8
+    assert len(printed.splitlines()) >= 3 + 1 + 1
+
+
+def command_lines():
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)).replace("\\\n", "")
+    lines = [line for line in blocks.splitlines() if line.startswith("jaxserve ") and "|" not in line]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("arguments", command_lines(), ids=" ".join)
+def test_the_commands_reach_the_engine_as_they_are_shown(arguments, monkeypatch, tmp_path, capsys):
+    def start(options):
+        raise EngineDeadError("as far as the engine")
+
+    monkeypatch.setattr("jaxserve.cli.engine.start", start)
+    monkeypatch.chdir(tmp_path)
+    (line,) = re.findall(r"`(\{.*?\})`", README)
+    Path("in.jsonl").write_text(line + "\n", encoding="utf-8")
+    assert cli.run(arguments) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: as far as the engine"
+
+
+def test_the_line_of_a_batch_file_is_a_row():
+    (line,) = re.findall(r"`(\{.*?\})`", README)
+    assert isinstance(parse_row((0, line.encode())), Row)
+
+
+def test_the_extras_named_are_those_that_exist():
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for names in re.findall(r'-e "\.\[(.*?)\]"', README):
+        assert set(names.split(",")) <= set(known)
 
 
 def test_the_library_example_is_short():
