@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from jaxserve.layers.kv_cache import KVCache, StepBatch, write_kv
 from jaxserve.layers.linear import Weight, linear
-from jaxserve.pallas_kernels.paged_attention import Implementation, paged_attention
+from jaxserve.pallas_kernels.paged_attention import Implementation, paged_attention, prepare
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,19 @@ def project_qkv(
     heads = linear(x, qkv, bias).reshape(x.shape[0], num_heads + 2 * num_kv_heads, -1)
     q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
     return q, k, v
+
+
+def prepare_batch(
+    batch: StepBatch, kv: KVCache, spec: AttentionSpec, implementation: Implementation | None = None
+) -> StepBatch:
+    """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here."""
+    cut = batch.num_decode_rows
+    options = {"sliding_window": spec.sliding_window, "implementation": implementation}
+    decode, prefill = (
+        None if region is None else prepare(region, kv, num_rows=num_rows, **options)
+        for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))
+    )
+    return dataclasses.replace(batch, decode=decode, prefill=prefill)
 
 
 def attend(

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from jaxserve.layers.attention import AttentionSpec, attend
+from jaxserve.layers.attention import AttentionSpec, attend, prepare_batch
 from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.pallas_kernels.paged_attention import Implementation
 
@@ -62,7 +62,8 @@ def forward(
     def run(rows: Array, kv: dict[str, KVCache], part: StepBatch, lo: int, hi: int):
         if lo == hi or not rows.shape[0]:
             return rows, kv
-        body = _layer_body(model, part, implementation)
+        batches = {k: prepare_batch(part, kv[k], model.attention_spec(k), implementation) for k in kv}
+        body = _layer_body(model, batches, implementation)
         return run_layers(body, params["layers"], model.layer_kinds, lo, hi, (rows, kv))
 
     def run_decode(rows: Array, kv: dict[str, KVCache], lo: int, hi: int):
@@ -89,12 +90,12 @@ def _decode_part(batch: StepBatch) -> StepBatch:
     )
 
 
-def _layer_body(model: DecoderModel, batch: StepBatch, implementation: Implementation | None):
+def _layer_body(model: DecoderModel, batches: dict[str, StepBatch], implementation: Implementation | None):
     """`body(kind, p, index, (x, kv)) -> (x, kv)` for `run_layers`; `index` counts layers of the same kind."""
 
     def body(kind: str, p: Params, index: int | Array, carry: tuple[Array, dict[str, KVCache]]):
         x, kv = carry
-        cache = kv[kind]
+        cache, batch = kv[kind], batches[kind]
 
         def attend_and_write(q: Array, k: Array, v: Array) -> Array:
             nonlocal cache

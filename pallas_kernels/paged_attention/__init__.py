@@ -1,12 +1,18 @@
 """Attention over the paged KV cache."""
 
+import dataclasses
+import functools
+import logging
 from typing import Any, Literal
 
+import jax
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxserve.pallas_kernels.paged_attention import xla
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu, xla
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch, KVCache as KVCache
+
+logger = logging.getLogger(__name__)
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
@@ -38,9 +44,53 @@ def paged_attention(
     Raises:
         NotImplementedError: the named implementation cannot do this; the message says why.
     """
-    if implementation not in (None, "xla"):
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    if implementation is None:
+        implementation = _choose(q, kv, batch)
+    if implementation == "mosaic_gpu":
+        out, lse = mosaic_gpu.paged_attention(q, kv, layer, batch, **options)
+    elif implementation == "xla":
+        out, lse = xla.paged_attention(q, kv, layer, batch, **options)
+    else:
         raise NotImplementedError(
-            f"paged_attention: implementation {implementation!r} is not written yet; use 'xla' or None"
+            f"paged_attention: implementation {implementation!r} is not written yet; use 'xla', 'mosaic_gpu' or None"
         )
-    out, lse = xla.paged_attention(q, kv, layer, batch, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     return (out, lse) if return_lse else out
+
+
+def prepare(
+    batch: AttentionBatch,
+    kv: KVCache,
+    *,
+    num_rows: int,
+    sliding_window: int | None,
+    implementation: Implementation | None = None,
+) -> AttentionBatch:
+    """The batch with what its attention needs to work out once a step rather than once a layer.
+
+    `num_rows` are the query rows of the region, `sliding_window` that of the layers it is for.
+    """
+    if (implementation or _preferred()) != "mosaic_gpu":
+        return batch
+    return dataclasses.replace(batch, work=mosaic_gpu.plan(batch, kv, num_rows, sliding_window))
+
+
+def _preferred() -> Implementation:
+    device = jax.devices()[0]
+    hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
+    return "mosaic_gpu" if hopper else "xla"
+
+
+def _choose(q: Array, kv: KVCache, batch: AttentionBatch) -> Implementation:
+    """The best that can do this."""
+    if _preferred() == "xla":
+        return "xla"
+    reason = mosaic_gpu.unsupported(q, kv, batch)
+    if reason:
+        _say_once(reason)
+    return "xla" if reason else "mosaic_gpu"
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("paged attention falls back to the slower implementation 'xla': %s", reason)

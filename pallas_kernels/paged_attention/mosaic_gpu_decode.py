@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCach
 
 ROWS = 64  # of a matmul of one warpgroup; the query rows of a tile fill the first of them
 LEAST = -1e30  # a running maximum that any score passes, and that can be subtracted from -inf
+EVERYTHING = 2**30  # a window that nothing is out of
 LOG2_E = math.log2(math.e)
 
 
@@ -38,6 +39,25 @@ class Tiling:
         return self.blocks * self.pairs
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """How the units are shared out: the same for every layer of a kind."""
+
+    ends: Array  # i32 [B], units of the sequences up to and with this one
+    starts: Array  # i32 [workers + 1], the first unit of each worker
+    sequence: Array  # i32 [workers], where that unit lies; B for a worker without work
+
+
+def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, tiling: Tiling) -> Work:
+    """Equal runs of units for all workers."""
+    first, last = block_range(batch.kv_lens, batch.max_q_len, sliding_window, tiling.block)
+    ends = num_kv_heads * jnp.cumsum(last - first, dtype=jnp.int32)
+    starts = first_unit(jnp.arange(tiling.workers + 1, dtype=jnp.int32), *_split(ends[-1], tiling.workers))
+    sequence = jnp.searchsorted(ends, starts[:-1], side="right", method="compare_all").astype(jnp.int32)
+    return Work(ends=ends, starts=starts, sequence=sequence)
+
+
 def paged_attention(
     q: Array,
     kv: KVCache,
@@ -47,15 +67,14 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    tiling: Tiling = Tiling(),
-    work=None,
+    tiling: Tiling,
+    work: Work,
 ) -> tuple[Array, Array]:
-    (num_rows, N, H), K = q.shape, kv.k.shape[3]
+    """Output `[B * q_len, N, H]` in q.dtype and float32 log-sum-exp `[B * q_len, N]`; see the package's docstring."""
+    (_, N, H), K = q.shape, kv.k.shape[3]
     B, q_len = batch.kv_lens.shape[0], batch.max_q_len
-    per_row = max(1, 128 // H)  # a vector of one warpgroup is at least 128 long
-    group = -(-(N // K) // per_row) * per_row
+    group = padded_group(N // K, H)
     rows = -(-q_len * group // 8) * 8
-    ends, starts, sequence = work or plan(batch.kv_lens, q_len, K, sliding_window, tiling)
     tiles = q.reshape(B, q_len, K, N // K, H).transpose(0, 2, 1, 3, 4)
     tiles = jnp.pad(tiles, ((0, 0),) * 3 + ((0, group - N // K), (0, 0))).reshape(B, K, q_len * group, H)
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, rows - q_len * group), (0, 0)))
@@ -87,7 +106,7 @@ def paged_attention(
         thread_name="warpgroup",
         kernel_name="paged_attention_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-    )(tiles, kv.k, kv.v, batch.page_table, batch.kv_lens, ends, starts, sequence, jnp.asarray(layer, jnp.int32).reshape(1))
+    )(tiles, kv.k, kv.v, batch.page_table, batch.kv_lens, work.ends, work.starts, work.sequence, jnp.asarray(layer, jnp.int32).reshape(1))
     out, lse = plgpu.kernel(
         functools.partial(
             _merge, q_len=q_len, group=group, sliding_window=sliding_window, tiling=tiling, chunk=8 if B * K < 132 else 2
@@ -100,27 +119,22 @@ def paged_attention(
         grid_names=("tile", "q"),
         kernel_name="paged_attention_merge",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(parts, part_lse, batch.kv_lens, ends)
+    )(parts, part_lse, batch.kv_lens, work.ends)
     if group == N // K:
         return out, lse
     out = out.reshape(B * q_len, K, group, H)[:, :, : N // K].reshape(q.shape)
     return out, lse.reshape(B * q_len, K, group)[:, :, : N // K].reshape(q.shape[:2])
 
 
-def plan(kv_lens, q_len, num_kv_heads, sliding_window, tiling):
-    first, last = block_range(kv_lens, q_len, sliding_window, tiling.block)
-    ends = num_kv_heads * jnp.cumsum(last - first, dtype=jnp.int32)  # units up to and with each sequence
-    starts = first_unit(jnp.arange(tiling.workers + 1, dtype=jnp.int32), *_split(ends[-1], tiling.workers))
-    sequence = jnp.searchsorted(ends, starts[:-1], side="right", method="compare_all").astype(jnp.int32)
-    return ends, starts, sequence
+def padded_group(group: int, head_dim: int) -> int:
+    """Query heads of a KV head as the kernels see them: a vector of one warpgroup is at least 128 long."""
+    return group + group % 2 if head_dim < 128 else group
 
 
 def block_range(kv_lens, q_len: int, sliding_window: int | None, block: int):
     """Blocks `[first, last)` that the rows of a sequence see; an empty sequence has one, of the null page."""
-    if sliding_window is None:
-        first = jnp.zeros_like(kv_lens)
-    else:
-        first = lax.div(jnp.maximum(kv_lens - q_len + 1 - sliding_window, 0), block)
+    window = EVERYTHING if sliding_window is None else sliding_window
+    first = lax.div(jnp.maximum(kv_lens - q_len + 1 - window, 0), block)
     return first, jnp.maximum(lax.div(kv_lens + (block - 1), block), first + 1)
 
 

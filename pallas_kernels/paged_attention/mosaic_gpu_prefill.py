@@ -1,11 +1,12 @@
 """Paged attention of prefill rows on NVIDIA Hopper.
 
-How this works. The query tokens of each sequence are cut into *tiles*; a CUDA block takes one tile and one query head,
-half of the rows in each of two warpgroups, while a third fetches keys and values by TMA, from the last block that the
-tile sees to the first. A warpgroup starts the scores of the next block and the output of this one together, and works
+How this works. The query tokens of each sequence are cut into *tiles*. A CUDA block, one a multiprocessor, takes one
+tile and one query head after another, heavy ones first: half of the rows in each of two warpgroups, while a third
+fetches keys and values by TMA, from the last block that the tile sees to the first, and on into the next tile. A warpgroup starts the scores of the next block and the output of this one together, and works
 on the softmax of the former while the tensor cores finish the latter (FlashAttention-3, arXiv 2407.08608).
-Tiles begin at multiples of their size in the kernel's view of the queries, so that a store never touches the rows of
-the next sequence; XLA gathers rows into that view and back.
+TMA with a swizzle moves whole units of eight rows, so XLA gathers the queries into a view where each sequence begins
+at a multiple of that; and output tiles begin at multiples of their size, so that a store never touches the rows of
+another sequence, whence XLA gathers them back. A lone sequence is in place already.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCach
 
 ROWS = 64  # of one warpgroup
 TILE = 2 * ROWS
+UNIT = 8  # rows of a swizzle
 LEAST = -1e30  # a running maximum that any score passes, and that can be subtracted from -inf
 LOG2_E = math.log2(math.e)
 
@@ -30,28 +32,60 @@ LOG2_E = math.log2(math.e)
 class Tiling:
     block: int = 128  # positions whose scores are in registers at once
     stages: int = 2  # blocks in shared memory
+    multiprocessors: int = 132
 
 
-def plan(batch: AttentionBatch, num_rows: int):
-    """Where the tiles are: for each, heaviest first, its number, its sequence and the position of its first row.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Where the tiles are, heaviest first: the same for every layer."""
 
-    Also, for each row of the tiled view, the query row that it holds, and for each query row its place in the view.
-    """
-    cu, num_seqs = batch.cu_q_lens, batch.kv_lens.shape[0]
-    num_tiles = -(-num_rows // TILE) + num_seqs - 1
-    q_lens = cu[1:] - cu[:-1]
-    ends = jnp.cumsum(lax.div(q_lens + (TILE - 1), TILE), dtype=jnp.int32)
-    starts = ends - lax.div(q_lens + (TILE - 1), TILE)
-    tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method="compare_all"), num_seqs - 1).astype(jnp.int32)
-    offset = (tile - starts[sequence]) * TILE
-    position = jnp.where(tile < ends[-1], (batch.kv_lens - q_lens)[sequence] + offset, -1)
-    order = jnp.argsort(-position).astype(jnp.int32)
+    tile: Array  # i32 [tiles], its place in the output
+    sequence: Array  # i32 [tiles]
+    row: Array  # i32 [tiles], where the kernel's view of the queries has its first row, in units of UNIT
+    position: Array  # i32 [tiles], of that row
+    num_rows: Array  # i32 [tiles], that are its sequence's; 0 = no such tile
+    num_tiles: Array  # i32 [1], that there are
+    view: Array  # i32 [T + UNIT * S + TILE or so], the query row in each row of the view
+    place: Array  # i32 [T], where the output has each query row
+
+
+def plan(batch: AttentionBatch, num_rows: int) -> Work:
+    """Cuts each sequence's query tokens into tiles; `num_rows` is T."""
+    cu_q_lens, num_seqs = batch.cu_q_lens, batch.kv_lens.shape[0]
+    assert cu_q_lens is not None
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    counts = lax.div(q_lens + (TILE - 1), TILE)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    tile = jnp.arange(-(-num_rows // TILE) + num_seqs - 1, dtype=jnp.int32)
+    sequence = _interval(ends, tile)
+    offset = (tile - (ends - counts)[sequence]) * TILE
+    position = (batch.kv_lens - q_lens)[sequence] + offset
+    live = tile < ends[-1]
+    order = jnp.argsort(jnp.where(live, -position, 1)).astype(jnp.int32)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    of_row = jnp.minimum(jnp.searchsorted(cu[1:], row, side="right", method="compare_all"), num_seqs - 1)
-    place = starts[of_row] * TILE + row - cu[of_row]
-    view = (cu[:-1][sequence] + offset)[:, None] + jnp.arange(TILE)
-    return order, sequence[order], position[order], jnp.minimum(view.reshape(-1), num_rows - 1), place
+    row_sequence = _interval(cu_q_lens[1:], row)
+    place = (ends - counts)[row_sequence] * TILE + row - cu_q_lens[row_sequence]
+    unit_ends = jnp.cumsum(lax.div(q_lens + (UNIT - 1), UNIT), dtype=jnp.int32)
+    unit_starts = unit_ends - lax.div(q_lens + (UNIT - 1), UNIT)
+    view = jnp.arange(-(-(num_rows + (UNIT - 1) * num_seqs + TILE) // UNIT) * UNIT, dtype=jnp.int32)
+    view_sequence = _interval(unit_ends * UNIT, view)
+    return Work(
+        tile=order,
+        sequence=sequence[order],
+        row=(unit_starts[sequence] + lax.div(offset, UNIT))[order],
+        position=position[order],
+        num_rows=jnp.where(live, jnp.minimum(q_lens[sequence] - offset, TILE), 0)[order],
+        num_tiles=ends[-1:],
+        view=jnp.minimum((cu_q_lens[:-1] - unit_starts * UNIT)[view_sequence] + view, num_rows - 1),
+        place=jnp.minimum(place, tile.size * TILE - 1),
+    )
+
+
+def _interval(ends: Array, x: Array) -> Array:
+    """The first interval whose end lies beyond each x; the last where there is none."""
+    found = jnp.searchsorted(ends, x, side="right", method="compare_all").astype(jnp.int32)
+    return jnp.minimum(found, ends.shape[0] - 1)
 
 
 def paged_attention(
@@ -63,28 +97,21 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    tiling: Tiling = Tiling(),
-    work=None,
+    tiling: Tiling,
+    work: Work,
     interpretable: bool = False,
 ) -> tuple[Array, Array]:
-    (num_rows, N, H), K = q.shape, kv.k.shape[3]
-    order, sequence, position, view, place = work or plan(batch, num_rows)
-    num_tiles, block, stages = order.shape[0], tiling.block, tiling.stages
-    aligned = batch.kv_lens.shape[0] == 1 and num_rows % TILE == 0
-    tiles = q if aligned else q[view]
+    """Output `[T, N, H]` in q.dtype and float32 log-sum-exp `[T, N]`; see the package's docstring."""
+    (num_rows, N, H), num_tiles = q.shape, work.tile.shape[0]
+    block, stages = tiling.block, tiling.stages
+    aligned = num_tiles * TILE == num_rows  # one sequence: the output has its rows in place
     swizzled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
-    size = min(block, kv.page_size)
+    arrivals = block // min(block, kv.page_size)
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     out, lse = plgpu.kernel(
-        functools.partial(
-            _attend,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            tiling=tiling,
-            interpretable=interpretable,
-        ),
+        functools.partial(_attend, tiling=tiling, clear=aligned, interpretable=interpretable, **options),
         out_type=(
-            jax.ShapeDtypeStruct(tiles.shape, q.dtype),
+            jax.ShapeDtypeStruct((num_tiles * TILE, N, H), q.dtype),
             jax.ShapeDtypeStruct((N, num_tiles * TILE), jnp.float32),
         ),
         scratch_types=(
@@ -93,44 +120,72 @@ def paged_attention(
             plgpu.SMEM((stages, block, H), kv.v.dtype, **swizzled),
             plgpu.SMEM((2, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_arrivals=block // size, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=block // size, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         )
         + ((plgpu.SMEM((2, ROWS, block), q.dtype, **swizzled),) if interpretable else ()),
-        grid=(num_tiles, N),
-        grid_names=("tile", "head"),
+        grid=(tiling.multiprocessors,),
+        grid_names=("multiprocessor",),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="paged_attention_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(
-        tiles,
+        q if aligned else q[work.view],
         kv.k,
         kv.v,
         batch.page_table,
         batch.kv_lens,
-        order,
-        sequence,
-        position,
+        work.tile,
+        work.sequence,
+        work.row,
+        work.position,
+        work.num_rows,
+        work.num_tiles,
         jnp.asarray(layer, jnp.int32).reshape(1),
     )
+    if aligned:
+        return out, lse.T
+    assert batch.cu_q_lens is not None
     real = jnp.arange(num_rows) < batch.cu_q_lens[-1]
-    out = out if aligned else out[place]
-    lse = lse.T if aligned else lse.T[place]
-    return jnp.where(real[:, None, None], out, 0).astype(q.dtype), jnp.where(real[:, None], lse, -jnp.inf)
+    out, lse = out[work.place], lse.T[work.place]
+    return jnp.where(real[:, None, None], out, jnp.zeros_like(out)), jnp.where(real[:, None], lse, -jnp.inf)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One tile of one head; all scalars. Its blocks are used from the last to the first."""
+
+    tile: Array
+    head: Array
+    sequence: Array
+    row: Array
+    position: Array
+    num_rows: Array
+    kv_len: Array
+    last: Array  # block, exclusive
+    count: Array  # blocks
+
+    def begin(self, i: Array, block: int) -> Array:
+        """The first position of the i-th block that is used."""
+        return (self.last - 1 - i) * block
 
 
 def _attend(
-    q_gmem,  # [tiles * TILE, N, H]
+    q_gmem,  # [rows of the view, N, H]
     k_gmem,  # [L, P, page_size, K, H]
     v_gmem,
     table_gmem,  # i32 [S, max_pages]
     lens_gmem,  # i32 [S]
-    order_gmem,  # i32 [tiles]
-    sequence_gmem,  # i32 [tiles]
-    position_gmem,  # i32 [tiles], of the tile's first row; -1 = no such tile
+    tile_gmem,  # i32 [tiles], as the next five: see Work
+    sequence_gmem,
+    row_gmem,
+    position_gmem,
+    num_rows_gmem,
+    num_tiles_gmem,  # i32 [1]
     layer_gmem,  # i32 [1]
     out_gmem,  # [tiles * TILE, N, H]
     lse_gmem,  # f32 [N, tiles * TILE]
@@ -148,30 +203,54 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
     tiling: Tiling,
+    clear: bool,
     interpretable: bool,
 ):
     block, stages = tiling.block, tiling.stages
-    N, H = q_gmem.shape[1:]
+    _, N, H = q_gmem.shape
     page_size, K = k_gmem.shape[2:4]
-    warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
-    at = lax.axis_index("tile")
-    tile, sequence, position = order_gmem[at], sequence_gmem[at], position_gmem[at]
-    kv_len = lens_gmem[sequence]
-    last = lax.div(jnp.minimum(kv_len, position + TILE) + (block - 1), block)
-    first = 0 if sliding_window is None else lax.div(jnp.maximum(position - sliding_window + 1, 0), block)
-    count = jnp.where(position < 0, 0, last - first)  # blocks, fetched and used from the last to the first
+    warpgroup = lax.axis_index("warpgroup")
+    num_tiles = tile_gmem.shape[0] if clear else num_tiles_gmem[0]
 
-    @pl.when(warpgroup == 2)
-    def _fetch():
-        plgpu.set_max_registers(40, action="decrease")
-        layer, kv_head = layer_gmem[0], lax.div(head, N // K)
-        last_page = lax.div(kv_len + (page_size - 1), page_size) - 1
+    def each_tile(body):
+        """`num_blocks = body(tile, num_blocks)` for the tiles of this CUDA block; counts blocks across tiles."""
+        first = lax.axis_index("multiprocessor")
+
+        def step(i, num_blocks):
+            item = first + i * tiling.multiprocessors
+            at = lax.div(item, N)
+            sequence, position, num_rows = sequence_gmem[at], position_gmem[at], num_rows_gmem[at]
+            kv_len = lens_gmem[sequence]
+            last = lax.div(jnp.minimum(kv_len, position + TILE) + (block - 1), block)
+            skipped = 0
+            if sliding_window is not None:
+                skipped = lax.div(jnp.maximum(position - sliding_window + 1, 0), block)
+            tile = Tile(
+                tile=tile_gmem[at],
+                head=lax.rem(item, N),
+                sequence=sequence,
+                row=row_gmem[at],
+                position=position,
+                num_rows=num_rows,
+                kv_len=kv_len,
+                last=last,
+                count=jnp.where(num_rows == 0, 0, last - skipped),
+            )
+            body(tile, num_blocks)
+            return num_blocks + tile.count
+
+        num_items = lax.div(num_tiles * N - first + (tiling.multiprocessors - 1), tiling.multiprocessors)
+        lax.fori_loop(0, num_items, step, jnp.int32(0))
+
+    def fetch(tile, num_blocks):
+        layer, kv_head = layer_gmem[0], lax.div(tile.head, N // K)
+        last_page = lax.div(tile.kv_len + (page_size - 1), page_size) - 1
         size = min(block, page_size)
 
         def step(i, _):
-            slot, begin = lax.rem(i, stages), (last - 1 - i) * block
+            slot, begin = lax.rem(num_blocks + i, stages), tile.begin(i, block)
             pages = [
-                table_gmem[sequence, jnp.minimum(lax.div(begin, page_size) + j, last_page)]
+                table_gmem[tile.sequence, jnp.minimum(lax.div(begin, page_size) + j, last_page)]
                 for j in range(block // size)
             ]
             there = pl.ds(lax.rem(begin, page_size), size) if size < page_size else slice(None)
@@ -180,7 +259,7 @@ def _attend(
                 (v_arrived, v_consumed, v_gmem, v_smem),
             ):
 
-                @pl.when(i >= stages)
+                @pl.when(num_blocks + i >= stages)
                 def _wait(consumed=consumed):
                     plgpu.barrier_wait(consumed.at[slot])
 
@@ -191,42 +270,72 @@ def _attend(
                         arrived.at[slot],
                     )
 
-        lax.fori_loop(0, count, step, None)
+        lax.fori_loop(0, tile.count, step, None)
 
-    @pl.when((warpgroup < 2) & (count > 0))
-    def _compute():
-        plgpu.set_max_registers(232, action="increase")
-        wgmma = plgpu.Layout.WGMMA
-        by_row = wgmma.reduce(1)
-        rows = pl.ds(tile * TILE + warpgroup * ROWS, ROWS)
-        first_row = position + warpgroup * ROWS
+    wgmma = plgpu.Layout.WGMMA
+    by_row = wgmma.reduce(1)
+
+    def full(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def over(vector, shape):
+        return lax.broadcast_in_dim(vector, shape, [0])
+
+    def compute(tile, num_blocks):
         queries = q_smem.at[warpgroup]
-        plgpu.copy_gmem_to_smem(q_gmem.at[rows, head], queries, q_arrived.at[warpgroup])
-        plgpu.barrier_wait(q_arrived.at[warpgroup])
 
-        def full(shape, value, layout):
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+        @pl.when(tile.count > 0)
+        def _attend():
+            rows = pl.ds(tile.row * UNIT + warpgroup * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(q_gmem.at[rows, tile.head], queries, q_arrived.at[warpgroup])
+            plgpu.barrier_wait(q_arrived.at[warpgroup])
+            out, maximum, total = attend(tile, num_blocks)
+            store(tile, out * over(1.0 / total, out.shape), maximum / LOG2_E + jnp.log(total))
 
-        def over(vector, shape):
-            return lax.broadcast_in_dim(vector, shape, [0])
+        if clear:
+
+            @pl.when(tile.count == 0)
+            def _no_queries():
+                store(tile, full((ROWS, H), 0, wgmma), full((ROWS,), 0, by_row))
+
+    def store(tile, out, lse):
+        """Stores this warpgroup's rows; those without a query as zeros where nobody else clears them."""
+        if clear:
+            num_live = tile.num_rows - warpgroup * ROWS
+            out = jnp.where(plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=wgmma) < num_live, out, 0.0)
+            lse = jnp.where(plgpu.broadcasted_iota(jnp.int32, lse.shape, 0, layout=by_row) < num_live, lse, -jnp.inf)
+        rows = pl.ds(tile.tile * TILE + warpgroup * ROWS, ROWS)
+        out_smem = q_smem.at[warpgroup]
+        out_smem[...] = out.astype(q_smem.dtype)
+        lse_smem[warpgroup] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[rows, tile.head])
+        plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_gmem.at[tile.head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    def attend(tile, num_blocks):
+        """This warpgroup's output, not yet normalised, the maxima of its scores and the sums of its weights."""
+        first_row = tile.position + warpgroup * ROWS
+        scores_type = plgpu.ACC((ROWS, block), jnp.float32)
+
+        def slot(i):
+            return lax.rem(num_blocks + i, stages)
 
         def masked(scores, begin):
             position = begin + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma)
             row = first_row + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=wgmma)
-            seen = (position <= row) & (position < kv_len)
+            seen = (position <= row) & (position < tile.kv_len)
             if sliding_window is not None:
                 seen &= position > row - sliding_window
             return jnp.where(seen, scores, -jnp.inf)
 
         def softmax(scores, i, maximum, total):
             """Weights of block i, the new maximum and total, and what the old ones have decayed to."""
-            begin = (last - 1 - i) * block
-            if soft_cap is None:
-                factor = scale * LOG2_E
-            else:  # cap * tanh(x) = cap - 2 cap / (exp(2 x) + 1)
+            begin, factor = tile.begin(i, block), scale * LOG2_E
+            if soft_cap is not None:  # cap * tanh(x) = cap - 2 cap / (exp(2 x) + 1)
                 doubled = jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap))
                 scores, factor = soft_cap - (2 * soft_cap) / (doubled + 1.0), LOG2_E
-            partial = begin + block > jnp.minimum(first_row + 1, kv_len)
+            partial = begin + block > jnp.minimum(first_row + 1, tile.kv_len)
             if sliding_window is not None:
                 partial |= begin <= first_row + (ROWS - 1) - sliding_window
             scores = lax.cond(partial, masked, lambda scores, begin: scores, scores, begin)
@@ -235,58 +344,55 @@ def _attend(
             weights = jnp.exp2(scores * factor - over(new, scores.shape))
             return weights.astype(q_smem.dtype), new, total * decay + weights.sum(axis=1), decay
 
-        def wait_for_values(i):
-            slot, begin = lax.rem(i, stages), (last - 1 - i) * block
-            plgpu.barrier_wait(v_arrived.at[slot])
+        def values(i):
+            plgpu.barrier_wait(v_arrived.at[slot(i)])
+            num_written = tile.kv_len - tile.begin(i, block)
 
-            @pl.when(begin + block > kv_len)
+            @pl.when(num_written < block)
             def _zero_unwritten_values():  # a zero weight does not silence a NaN
                 row = plgpu.broadcasted_iota(jnp.int32, (block, 64), 0, layout=wgmma)
                 for c in range(0, H, 64):
-                    values_smem = v_smem.at[slot, :, pl.ds(c, 64)]
+                    values_smem = v_smem.at[slot(i), :, pl.ds(c, 64)]
                     values = plgpu.load(values_smem, layout=wgmma)
-                    values_smem[...] = jnp.where(row < kv_len - begin, values, jnp.zeros_like(values))
+                    values_smem[...] = jnp.where(row < num_written, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
-            return v_smem.at[slot]
+            return v_smem.at[slot(i)]
 
-        def scores_of(i, ref):
-            slot = lax.rem(i, stages)
-            plgpu.barrier_wait(k_arrived.at[slot])
-            plgpu.wgmma(ref, queries, k_smem.at[slot].T)
+        def start_scores(i, ref):
+            plgpu.barrier_wait(k_arrived.at[slot(i)])
+            plgpu.wgmma(ref, q_smem.at[warpgroup], k_smem.at[slot(i)].T)
 
-        def release(consumed, i):
-            plgpu.barrier_arrive(consumed.at[lax.rem(i, stages)])
+        def scores_of(i):
+            def product(ref):
+                start_scores(i, ref)
+                return ref[...]
 
-        def first_scores(ref):
-            scores_of(0, ref)
-            return ref[...]
-
-        zero = full((ROWS,), 0, by_row)
-        scores_type = plgpu.ACC((ROWS, block), jnp.float32)
-        scores = pl.run_scoped(first_scores, scores_type)
-        release(k_consumed, 0)
-        weights, maximum, total, _ = softmax(scores, 0, full((ROWS,), LEAST, by_row), zero)
+            scores = pl.run_scoped(product, scores_type)
+            plgpu.barrier_arrive(k_consumed.at[slot(i)])
+            return scores
 
         def overlapped(acc_ref):
             def step(i, carry):
                 def both(scores_ref):
                     weights, maximum, total = carry
-                    scores_of(i, scores_ref)
-                    plgpu.wgmma(acc_ref, weights, wait_for_values(i - 1))
+                    start_scores(i, scores_ref)
+                    plgpu.wgmma(acc_ref, weights, values(i - 1))
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    release(k_consumed, i)
+                    plgpu.barrier_arrive(k_consumed.at[slot(i)])
                     weights, maximum, total, decay = softmax(scores, i, maximum, total)
                     acc = acc_ref[...]
-                    release(v_consumed, i - 1)
+                    plgpu.barrier_arrive(v_consumed.at[slot(i - 1)])
                     acc_ref[...] = acc * over(decay, acc.shape)
                     return weights, maximum, total
 
                 return pl.run_scoped(both, scores_type)
 
-            weights_, maximum_, total_ = lax.fori_loop(1, count, step, (weights, maximum, total))
-            plgpu.wgmma(acc_ref, weights_, wait_for_values(count - 1))
-            return acc_ref[...], maximum_, total_
+            weights, maximum, total = lax.fori_loop(1, tile.count, step, start)
+            plgpu.wgmma(acc_ref, weights, values(tile.count - 1))
+            acc = acc_ref[...]
+            plgpu.barrier_arrive(v_consumed.at[slot(tile.count - 1)])
+            return acc, maximum, total
 
         def in_turn():
             """The same without what interpret mode lacks: weights in registers, and accumulators that live on."""
@@ -296,36 +402,35 @@ def _attend(
                 plgpu.commit_smem()
 
                 def product(ref):
-                    plgpu.wgmma(ref, weights_smem[0].at[warpgroup], wait_for_values(i))
+                    plgpu.wgmma(ref, weights_smem[0].at[warpgroup], values(i))
                     return ref[...]
 
-                return acc + pl.run_scoped(product, plgpu.ACC((ROWS, H), jnp.float32))
+                acc = acc + pl.run_scoped(product, plgpu.ACC((ROWS, H), jnp.float32))
+                plgpu.barrier_arrive(v_consumed.at[slot(i)])
+                return acc
 
             def step(i, carry):
                 acc, weights, maximum, total = carry
-
-                def scores_now(ref):
-                    scores_of(i, ref)
-                    return ref[...]
-
-                scores = pl.run_scoped(scores_now, scores_type)
+                scores = scores_of(i)
                 acc = add(acc, weights, i - 1)
-                release(k_consumed, i)
                 weights, maximum, total, decay = softmax(scores, i, maximum, total)
-                release(v_consumed, i - 1)
                 return acc * over(decay, acc.shape), weights, maximum, total
 
-            start = (full((ROWS, H), 0, wgmma), weights, maximum, total)
-            acc, weights_, maximum_, total_ = lax.fori_loop(1, count, step, start)
-            return add(acc, weights_, count - 1), maximum_, total_
+            acc, weights, maximum, total = lax.fori_loop(1, tile.count, step, (full((ROWS, H), 0, wgmma), *start))
+            return add(acc, weights, tile.count - 1), maximum, total
 
+        *start, _ = softmax(scores_of(0), 0, full((ROWS,), LEAST, by_row), full((ROWS,), 0, by_row))
+        start = tuple(start)
         if interpretable:
-            acc, maximum, total = in_turn()
-        else:
-            acc, maximum, total = pl.run_scoped(overlapped, plgpu.ACC((ROWS, H), jnp.float32))
-        queries[...] = (acc * over(1.0 / total, acc.shape)).astype(q_smem.dtype)
-        lse_smem[warpgroup] = maximum / LOG2_E + jnp.log(total)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(queries, out_gmem.at[rows, head])
-        plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_gmem.at[head, rows])
-        plgpu.wait_smem_to_gmem(0)
+            return in_turn()
+        return pl.run_scoped(overlapped, plgpu.ACC((ROWS, H), jnp.float32))
+
+    @pl.when(warpgroup == 2)
+    def _fetch():
+        plgpu.set_max_registers(40, action="decrease")
+        each_tile(fetch)
+
+    @pl.when(warpgroup < 2)
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+        each_tile(compute)

@@ -1,6 +1,7 @@
 """What paged attention reads: the pages of one layer kind, and the sequences of one region."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,4 +44,5 @@ class AttentionBatch:
     page_table: Array  # i32 [S, max_pages], global page ids
     kv_lens: Array  # i32 [S], KV positions after this step's write
     cu_q_lens: Array | None = None  # i32 [S+1], prefill region; None = decode region
+    work: Any = None  # what `prepare` made of the above for the implementation in use
     max_q_len: int = dataclasses.field(default=1, metadata={"static": True})  # decode region: query rows a sequence

@@ -1,0 +1,140 @@
+"""Time a token on one GPU: Llama-3.1-8B's shape with random weights, beside vLLM's figures on an H200.
+
+    tpot_BxC           (time of 65 tokens - time of 1) / 64 over whole calls of `generate`, B sequences of C tokens: the
+                       prefill of a large batch is staggered inside it, as it is in the peer's figure
+    tpot_BxC_decode    the same from 64 steps that only decode
+    prefill_64x1024    tokens a second of the call that makes one token each
+    start_cold, start_warm   `LLM(...)` to ready, with every default program compiled or found in the compile cache
+
+The peer, vLLM 0.23 on one H200 (bfloat16, CUDA graphs, prefix caching off), was measured with the same settings: greedy,
+ignore_eos, no detokenising, in-process step loop, max_num_seqs 256, token budget 8192, memory 0.85.
+
+    python -m benchmarks.tpot [--only 64x1024 ...] [--warm-up off] [--cache DIR]
+"""
+
+import argparse
+import dataclasses
+import time
+
+import numpy as np
+
+from benchmarks._report import Row, report
+from jaxserve import LLM, SamplingParams
+
+MODEL, VOCAB_SIZE, NUM_STEPS = "llama-3.1-8b", 128_000, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    batch: int
+    context: int
+    peer_ms: float
+    must_ms: float
+    stretch_ms: float
+
+
+CASES = (
+    Case(1, 128, 4.77, 4.4, 4.2),
+    Case(16, 128, 5.05, 4.6, 4.3),
+    Case(64, 1024, 7.73, 7.0, 6.6),
+    Case(256, 1024, 18.8, 16.0, 14.5),
+    Case(8, 32_000, 12.9, 12.3, 12.0),
+    Case(1, 120_000, 8.34, 8.1, 7.9),
+)
+PREFILL_PEER, PREFILL_STRETCH = 43_200, 47_000
+
+
+def prompts(case: Case) -> list[list[int]]:
+    rng = np.random.default_rng(case.batch)
+    return [rng.integers(0, VOCAB_SIZE, case.context).tolist() for _ in range(case.batch)]
+
+
+def sampling(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+def generate_s(llm: LLM, case: Case, num_tokens: int) -> float:
+    began = time.perf_counter()
+    llm.generate(prompts(case), sampling(num_tokens), use_tqdm=False)
+    return time.perf_counter() - began
+
+
+def decode_s(llm: LLM, case: Case) -> float:
+    """Seconds a step, over steps in which every sequence decodes and none is read in."""
+    engine = llm.llm_engine
+    for i, prompt in enumerate(prompts(case)):
+        engine.add_request(str(i), prompt, sampling(NUM_STEPS + 40))
+    while sum(len(output.outputs[0].token_ids) > 0 for output in engine.step()) < case.batch:
+        pass
+    for _ in range(4):
+        engine.step()
+    began = time.perf_counter()
+    for _ in range(NUM_STEPS):
+        engine.step()
+    elapsed = time.perf_counter() - began
+    while engine.has_unfinished_requests():
+        engine.step()
+    return elapsed / NUM_STEPS
+
+
+def row(name: str, seconds: float, case: Case) -> Row:
+    """In terms of the peer: `target` is the must as a ratio to it."""
+    return Row(
+        name=name,
+        value=1e3 * seconds,
+        unit="ms",
+        peer=case.peer_ms,
+        target=case.peer_ms / case.must_ms,
+        stretch=case.peer_ms / case.stretch_ms,
+        lower_is_better=True,
+    )
+
+
+def measure(llm: LLM, case: Case) -> list[Row]:
+    name = f"tpot_{case.batch}x{case.context}"
+    for num_tokens in (NUM_STEPS + 1, 1):
+        generate_s(llm, case, num_tokens)
+    one = min(generate_s(llm, case, 1) for _ in range(2))
+    many = min(generate_s(llm, case, NUM_STEPS + 1) for _ in range(2))
+    rows = [
+        row(name, (many - one) / NUM_STEPS, case),
+        row(f"{name}_decode", min(decode_s(llm, case) for _ in range(2)), case),
+    ]
+    if (case.batch, case.context) == (64, 1024):
+        rate = case.batch * case.context / one
+        rows.append(Row(name="prefill_64x1024", value=rate, unit="tok/s", peer=PREFILL_PEER, target=1.0, stretch=47 / 43.2))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="such as 64x1024")
+    parser.add_argument("--warm-up", default="blocking", choices=["blocking", "off"])
+    parser.add_argument("--cache", default=None, help="compile cache; an empty folder measures a cold start")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    llm = LLM(
+        MODEL,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=121_000,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        device_memory_utilization=0.85,
+        enable_prefix_caching=False,
+        warm_up=options.warm_up,
+        **({} if options.cache is None else {"compilation_cache_dir": options.cache}),
+    )
+    started = time.perf_counter() - began
+    print({name: round(value, 2) for name, value in llm.get_metrics().items() if "start_" in name}, flush=True)
+    rows = [Row(name="start", value=started, unit="s", peer=92.0, target=92 / 45, stretch=92 / 25, lower_is_better=True)]
+    with llm:
+        for case in CASES:
+            if not options.only or f"{case.batch}x{case.context}" in options.only:
+                rows += measure(llm, case)
+                print(*(f"{row.name} {row.value:.4g} {row.unit} ({row.met})" for row in rows[-2:]), flush=True)
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()

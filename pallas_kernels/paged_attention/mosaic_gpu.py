@@ -1,0 +1,58 @@
+"""Paged attention on NVIDIA Hopper: which of the two kernels serves a region, with which tiling, and what neither can."""
+
+from jax import Array
+
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu_decode as decode, mosaic_gpu_prefill as prefill
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+
+SHARED_MEMORY_BYTES = 232_448 - 4096  # of a CUDA block on Hopper, less what barriers and scratch take
+
+
+def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
+    """Why the kernels cannot serve this call; None if they can."""
+    (_, N, H), K = q.shape, kv.k.shape[3]
+    if q.dtype not in ("bfloat16", "float16") or kv.k.dtype != q.dtype:
+        return f"queries and cache must both be bfloat16 or both float16, got {q.dtype} and {kv.k.dtype}"
+    if H not in (64, 128, 256):
+        return f"head_dim must be 64, 128 or 256, got {H}"
+    if kv.page_size % 8 or (kv.page_size > 64 and kv.page_size % 128):
+        return f"page_size must be 8, 16, 32, 64 or a multiple of 128, got {kv.page_size}"
+    if batch.cu_q_lens is None and batch.max_q_len * decode.padded_group(N // K, H) > decode.ROWS:
+        return f"at most {decode.ROWS} query rows a KV head, got {batch.max_q_len} tokens of {N // K} heads"
+    return None
+
+
+def plan(batch: AttentionBatch, kv: KVCache, num_rows: int, sliding_window: int | None) -> decode.Work | prefill.Work:
+    """What the kernels need to know of a region, whatever the layer."""
+    if batch.cu_q_lens is not None:
+        return prefill.plan(batch, num_rows)
+    return decode.plan(batch, kv.k.shape[3], sliding_window, decode_tiling(kv))
+
+
+def paged_attention(
+    q: Array, kv: KVCache, layer: int | Array, batch: AttentionBatch, **options: float | int | None
+) -> tuple[Array, Array]:
+    """Output `[rows, N, H]` in q.dtype and float32 log-sum-exp `[rows, N]`; see the package's `paged_attention`.
+
+    Raises:
+        NotImplementedError: see `unsupported`.
+    """
+    if reason := unsupported(q, kv, batch):
+        raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
+    work = batch.work or plan(batch, kv, q.shape[0], options["sliding_window"])
+    if isinstance(work, prefill.Work):
+        return prefill.paged_attention(q, kv, layer, batch, tiling=prefill_tiling(kv), work=work, **options)
+    return decode.paged_attention(q, kv, layer, batch, tiling=decode_tiling(kv), work=work, **options)
+
+
+def decode_tiling(kv: KVCache) -> decode.Tiling:
+    """Two workers a multiprocessor, as many units ahead as fit; one where the output fills the registers."""
+    H = kv.k.shape[4]
+    pairs, block = (1, 64) if H > 128 else (2, 64)
+    queries, unit = decode.ROWS * H * 2, 2 * block * H * 2
+    return decode.Tiling(block=block, pairs=pairs, stages=min(6, (SHARED_MEMORY_BYTES // pairs - queries) // unit))
+
+
+def prefill_tiling(kv: KVCache) -> prefill.Tiling:
+    """Scores and output of a warpgroup must share its registers."""
+    return prefill.Tiling(block=128 if kv.k.shape[4] <= 128 else 64, stages=2)
