@@ -42,6 +42,13 @@ logger = logging.getLogger(__name__)
 
 SLOTS_A_CALL = 8
 UPDATES_A_CALL = (16, 128, 1024)
+COMPILER_OPTIONS = {
+    "gpu": {
+        "xla_gpu_enable_triton_gemm": False,  # they copy each layer's weights out of the stack
+        # It counts donated buffers twice, believes memory to be short, and then computes matmuls twice to save it
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -355,5 +362,4 @@ def int32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def compiled(function: Any, *arguments: Any, **static: Any) -> Callable:
     """A jitted function compiled for the shapes of `arguments`."""
-    options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None  # they copy the weights
-    return function.lower(*arguments, **static).compile(compiler_options=options)
+    return function.lower(*arguments, **static).compile(compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))

@@ -3,18 +3,25 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Num
 
 
-def contract(x: Num[Array, "T in"], w: Num[Array, "out in"], accumulator: DTypeLike) -> Num[Array, "T out"]:
-    """Products of the rows of x with the rows of w, summed and returned in `accumulator`."""
-    by_rows = functools.partial(_by_rows, accumulator=accumulator)
-    if not outputs_first(x.shape[0], w.shape[0], w.shape[1], w.dtype.itemsize):
-        return by_rows(x, w)
-    by_outputs = functools.partial(_by_outputs, accumulator=accumulator)
-    return jax.lax.platform_dependent(x, w, cpu=by_outputs, default=by_rows)
+def contract(x: Num[Array, "T in"], w: Num[Array, "out in"], out_dtype: DTypeLike) -> Num[Array, "T out"]:
+    """Products of the rows of x with the rows of w, summed in float32 (integers: in `out_dtype`), as `out_dtype`."""
+    few = outputs_first(x.shape[0], w.shape[0], w.shape[1], w.dtype.itemsize)
+    on_cpu = functools.partial(_by_outputs if few else _by_rows, accumulator=_accumulator(out_dtype))
+    # An accelerator's matmul rounds its float32 sums itself; asked for float32 it would write twice the bytes
+    elsewhere = functools.partial(_by_rows, accumulator=out_dtype)
+    return jax.lax.platform_dependent(
+        x, w, cpu=lambda x, w: on_cpu(x, w).astype(out_dtype), default=lambda x, w: elsewhere(x, w)
+    )
+
+
+def _accumulator(out_dtype: DTypeLike) -> DTypeLike:
+    return jnp.float32 if jnp.issubdtype(out_dtype, jnp.floating) else out_dtype
 
 
 def outputs_first(num_rows: int, num_outputs: int, num_inputs: int, itemsize: int) -> bool:

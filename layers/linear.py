@@ -23,10 +23,14 @@ def linear(
 
     Every matmul of a model with its weights passes here: this is where a quantised `w` is recognised.
     """
-    y = int8_linear(x, w) if isinstance(w, Int8Weight) else contract(x, w, jnp.float32)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    if isinstance(w, Int8Weight):
+        y = int8_linear(x, w)
+    else:
+        y = contract(x, w, out_dtype if bias is None else jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
-    return y.astype(x.dtype if out_dtype is None else out_dtype)
+    return y.astype(out_dtype)
 
 
 def param(

@@ -1,5 +1,6 @@
 """Paged attention on NVIDIA Hopper: which of the two kernels serves a region, with which tiling, and what neither can."""
 
+import jax
 from jax import Array
 
 from jaxserve.pallas_kernels.paged_attention import mosaic_gpu_decode as decode, mosaic_gpu_prefill as prefill
@@ -30,7 +31,15 @@ def plan(batch: AttentionBatch, kv: KVCache, num_rows: int, sliding_window: int 
 
 
 def paged_attention(
-    q: Array, kv: KVCache, layer: int | Array, batch: AttentionBatch, **options: float | int | None
+    q: Array,
+    kv: KVCache,
+    layer: int | Array,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    interpret: bool = False,
 ) -> tuple[Array, Array]:
     """Output `[rows, N, H]` in q.dtype and float32 log-sum-exp `[rows, N]`; see the package's `paged_attention`.
 
@@ -39,7 +48,8 @@ def paged_attention(
     """
     if reason := unsupported(q, kv, batch):
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
-    work = batch.work or plan(batch, kv, q.shape[0], options["sliding_window"])
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap, "interpret": interpret}
+    work = batch.work or plan(batch, kv, q.shape[0], sliding_window)
     if isinstance(work, prefill.Work):
         return prefill.paged_attention(q, kv, layer, batch, tiling=prefill_tiling(kv), work=work, **options)
     return decode.paged_attention(q, kv, layer, batch, tiling=decode_tiling(kv), work=work, **options)
@@ -50,9 +60,17 @@ def decode_tiling(kv: KVCache) -> decode.Tiling:
     H = kv.k.shape[4]
     pairs, block = (1, 64) if H > 128 else (2, 64)
     queries, unit = decode.ROWS * H * 2, 2 * block * H * 2
-    return decode.Tiling(block=block, pairs=pairs, stages=min(6, (SHARED_MEMORY_BYTES // pairs - queries) // unit))
+    stages = min(6, (SHARED_MEMORY_BYTES // pairs - queries) // unit)
+    return decode.Tiling(block=block, pairs=pairs, stages=stages, blocks=num_multiprocessors())
 
 
 def prefill_tiling(kv: KVCache) -> prefill.Tiling:
     """Scores and output of a warpgroup must share its registers."""
-    return prefill.Tiling(block=128 if kv.k.shape[4] <= 128 else 64, stages=2)
+    block = 128 if kv.k.shape[4] <= 128 else 64
+    return prefill.Tiling(block=block, stages=2, multiprocessors=num_multiprocessors())
+
+
+def num_multiprocessors() -> int:
+    """Of the GPU here; where there is none, of the H200 for which one compiles ahead of time."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132

@@ -41,21 +41,46 @@ class Tiling:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One unit of work: scalars in a kernel, one value a worker in a plan."""
+
+    sequence: Array
+    head: Array
+    at: Array  # block
+    kv_len: Array
+    first: Array  # block of the sequence that its rows see
+    last: Array  # exclusive
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """How the units are shared out: the same for every layer of a kind."""
 
     ends: Array  # i32 [B], units of the sequences up to and with this one
-    starts: Array  # i32 [workers + 1], the first unit of each worker
-    sequence: Array  # i32 [workers], where that unit lies; B for a worker without work
+    count: Array  # i32 [workers], units of each worker
+    begin: Unit  # i32 [workers], the first of them
 
 
 def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, tiling: Tiling) -> Work:
     """Equal runs of units for all workers."""
-    first, last = block_range(batch.kv_lens, batch.max_q_len, sliding_window, tiling.block)
-    ends = num_kv_heads * jnp.cumsum(last - first, dtype=jnp.int32)
+    kv_lens, K = batch.kv_lens, num_kv_heads
+    first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
+    size = last - first
+    ends = K * jnp.cumsum(size, dtype=jnp.int32)
     starts = first_unit(jnp.arange(tiling.workers + 1, dtype=jnp.int32), *_split(ends[-1], tiling.workers))
     sequence = jnp.searchsorted(ends, starts[:-1], side="right", method="compare_all").astype(jnp.int32)
-    return Work(ends=ends, starts=starts, sequence=sequence)
+    sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)  # beyond: a worker without work
+    offset = starts[:-1] - (ends - K * size)[sequence]
+    begin = Unit(
+        sequence=sequence,
+        head=lax.div(offset, size[sequence]),
+        at=first[sequence] + lax.rem(offset, size[sequence]),
+        kv_len=kv_lens[sequence],
+        first=first[sequence],
+        last=last[sequence],
+    )
+    return Work(ends=ends, count=starts[1:] - starts[:-1], begin=begin)
 
 
 def paged_attention(
@@ -69,6 +94,7 @@ def paged_attention(
     soft_cap: float | None = None,
     tiling: Tiling,
     work: Work,
+    interpret: bool = False,
 ) -> tuple[Array, Array]:
     """Output `[B * q_len, N, H]` in q.dtype and float32 log-sum-exp `[B * q_len, N]`; see the package's docstring."""
     (_, N, H), K = q.shape, kv.k.shape[3]
@@ -82,6 +108,7 @@ def paged_attention(
         _attend, q_len=q_len, group=group, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, tiling=tiling
     )
     swizzled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
+    interpreter = plgpu.InterpretGPUParams() if interpret else None
     pages_a_unit = max(1, tiling.block // kv.page_size)
     pairs, stages = tiling.pairs, tiling.stages
     parts, part_lse = plgpu.kernel(
@@ -105,8 +132,9 @@ def paged_attention(
         num_threads=2 * pairs,
         thread_name="warpgroup",
         kernel_name="paged_attention_decode",
+        interpret=interpreter,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-    )(tiles, kv.k, kv.v, batch.page_table, batch.kv_lens, work.ends, work.starts, work.sequence, jnp.asarray(layer, jnp.int32).reshape(1))
+    )(tiles, kv.k, kv.v, batch.page_table, batch.kv_lens, work.count, *jax.tree.leaves(work.begin), jnp.asarray(layer, jnp.int32).reshape(1))
     out, lse = plgpu.kernel(
         functools.partial(
             _merge, q_len=q_len, group=group, sliding_window=sliding_window, tiling=tiling, chunk=8 if B * K < 132 else 2
@@ -118,6 +146,7 @@ def paged_attention(
         grid=(B * K, q_len),
         grid_names=("tile", "q"),
         kernel_name="paged_attention_merge",
+        interpret=interpreter,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(parts, part_lse, batch.kv_lens, work.ends)
     if group == N // K:
@@ -152,30 +181,19 @@ def worker_of(unit: Array, share: Array, rest: Array) -> Array:
     return jnp.where(unit < large, lax.div(unit, share + 1), rest + lax.div(unit - large, jnp.maximum(share, 1)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """Where a worker stands; all scalars."""
-
-    sequence: Array
-    head: Array
-    at: Array  # block
-    kv_len: Array
-    first: Array  # blocks of the sequence
-    last: Array
-
-
-jax.tree_util.register_dataclass(Unit)
-
-
 def _attend(
     q_gmem,  # [B, K, rows, H]
     k_gmem,  # [L, P, page_size, K, H]
     v_gmem,
     table_gmem,  # i32 [B, max_pages]
     lens_gmem,  # i32 [B]
-    ends_gmem,  # i32 [B]
-    starts_gmem,  # i32 [workers + 1]
-    sequence_gmem,  # i32 [workers]
+    count_gmem,  # i32 [workers]
+    sequence_gmem,  # i32 [workers], as the next five: Work.begin
+    head_gmem,
+    at_gmem,
+    kv_len_gmem,
+    first_gmem,
+    last_gmem,
     layer_gmem,  # i32 [1]
     out_gmem,  # [B * K + workers, rows, H]
     lse_gmem,  # f32 [B * K + workers, ROWS]
@@ -201,16 +219,15 @@ def _attend(
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.rem(warpgroup, pairs)
     worker = lax.axis_index("block") * pairs + pair
-    start = starts_gmem[worker]
-    count = starts_gmem[worker + 1] - start
-
-    def begin():
-        sequence = jnp.minimum(sequence_gmem[worker], B - 1)  # B: a worker without work
-        kv_len = lens_gmem[sequence]
-        first, last = block_range(kv_len, q_len, sliding_window, block)
-        offset = start - (ends_gmem[sequence] - K * (last - first))
-        head, at = lax.div(offset, last - first), first + lax.rem(offset, last - first)
-        return Unit(sequence, head, at, kv_len, first, last)
+    count = count_gmem[worker]
+    begin = Unit(
+        sequence=sequence_gmem[worker],
+        head=head_gmem[worker],
+        at=at_gmem[worker],
+        kv_len=kv_len_gmem[worker],
+        first=first_gmem[worker],
+        last=last_gmem[worker],
+    )
 
     def following(unit):
         next_head = unit.at + 1 == unit.last
@@ -219,7 +236,8 @@ def _attend(
         kv_len = lens_gmem[sequence]
         first, last = block_range(kv_len, q_len, sliding_window, block)
         head = jnp.where(next_sequence, 0, jnp.where(next_head, unit.head + 1, unit.head))
-        return Unit(sequence, head, jnp.where(next_head, first, unit.at + 1), kv_len, first, last)
+        at = jnp.where(next_head, first, unit.at + 1)
+        return Unit(sequence=sequence, head=head, at=at, kv_len=kv_len, first=first, last=last)
 
     @pl.when(warpgroup >= pairs)
     def _fetch():
@@ -250,7 +268,7 @@ def _attend(
                     )
             return following(unit)
 
-        lax.fori_loop(0, count, step, begin())
+        lax.fori_loop(0, count, step, begin)
 
     @pl.when(warpgroup < pairs)
     def _compute():
@@ -363,11 +381,11 @@ def _attend(
 
         @pl.when(count > 0)
         def _():
-            fetch_queries(begin())
+            fetch_queries(begin)
 
         outs = [full((ROWS, width), 0, wgmma) for _ in columns]
         zeros = full((ROWS,), 0, by_row)
-        lax.fori_loop(0, count, step, (outs, zeros, zeros, begin()))
+        lax.fori_loop(0, count, step, (outs, zeros, zeros, begin))
         plgpu.wait_smem_to_gmem(0)
 
 

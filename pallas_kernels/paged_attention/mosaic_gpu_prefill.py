@@ -99,7 +99,7 @@ def paged_attention(
     soft_cap: float | None = None,
     tiling: Tiling,
     work: Work,
-    interpretable: bool = False,
+    interpret: bool = False,
 ) -> tuple[Array, Array]:
     """Output `[T, N, H]` in q.dtype and float32 log-sum-exp `[T, N]`; see the package's docstring."""
     (num_rows, N, H), num_tiles = q.shape, work.tile.shape[0]
@@ -109,7 +109,7 @@ def paged_attention(
     arrivals = block // min(block, kv.page_size)
     options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     out, lse = plgpu.kernel(
-        functools.partial(_attend, tiling=tiling, clear=aligned, interpretable=interpretable, **options),
+        functools.partial(_attend, tiling=tiling, clear=aligned, interpret=interpret, **options),
         out_type=(
             jax.ShapeDtypeStruct((num_tiles * TILE, N, H), q.dtype),
             jax.ShapeDtypeStruct((N, num_tiles * TILE), jnp.float32),
@@ -125,12 +125,13 @@ def paged_attention(
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         )
-        + ((plgpu.SMEM((2, ROWS, block), q.dtype, **swizzled),) if interpretable else ()),
+        + ((plgpu.SMEM((2, ROWS, block), q.dtype, **swizzled),) if interpret else ()),
         grid=(tiling.multiprocessors,),
         grid_names=("multiprocessor",),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="paged_attention_prefill",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(
         q if aligned else q[work.view],
@@ -204,7 +205,7 @@ def _attend(
     soft_cap: float | None,
     tiling: Tiling,
     clear: bool,
-    interpretable: bool,
+    interpret: bool,
 ):
     block, stages = tiling.block, tiling.stages
     _, N, H = q_gmem.shape
@@ -421,16 +422,16 @@ def _attend(
 
         *start, _ = softmax(scores_of(0), 0, full((ROWS,), LEAST, by_row), full((ROWS,), 0, by_row))
         start = tuple(start)
-        if interpretable:
+        if interpret:
             return in_turn()
         return pl.run_scoped(overlapped, plgpu.ACC((ROWS, H), jnp.float32))
 
     @pl.when(warpgroup == 2)
     def _fetch():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(32, action="decrease")
         each_tile(fetch)
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         each_tile(compute)
