@@ -1,8 +1,11 @@
 """How every benchmark reports: a table for people, then one line of JSON a row for machines."""
 
 import dataclasses
+import datetime
 import json
+from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -37,14 +40,22 @@ class Row:
         return {name: _rounded(getattr(self, name)) for name in names}
 
 
-def report(rows: list[Row], *, title: str = "") -> None:
-    """Prints the table, then the lines of JSON."""
+def report(rows: list[Row], *, title: str = "", save: Path | None = None) -> None:
+    """Prints the table, then the lines of JSON; `save` is a file for these, after a line on what they were measured."""
     table = Table("name", "value", "unit", "peer", "ratio", "target", "met", "stretch", title=title)
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row.as_dict().values()))
     Console(width=140).print(table)
-    for row in rows:
-        print(json.dumps(row.as_dict()))
+    lines = [json.dumps(row.as_dict()) for row in rows]
+    print(*lines, sep="\n")
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_text("\n".join([json.dumps(_setting()), *lines]) + "\n", encoding="utf-8")
+
+
+def _setting() -> dict[str, str]:
+    card = jax.devices()[0].device_kind
+    return {"card": card, "jax": jax.__version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
 
 
 def _rounded(value: object) -> object:

@@ -4,17 +4,18 @@
                        prefill of a large batch is staggered inside it, as it is in the peer's figure
     tpot_BxC_decode    the same from 64 steps that only decode
     prefill_64x1024    tokens a second of the call that makes one token each
-    start_cold, start_warm   `LLM(...)` to ready, with every default program compiled or found in the compile cache
+    start_8b           `LLM(...)` to ready, with every default program compiled or found in the compile cache
 
-The peer, vLLM 0.23 on one H200 (bfloat16, CUDA graphs, prefix caching off), was measured with the same settings: greedy,
-ignore_eos, no detokenising, in-process step loop, max_num_seqs 256, token budget 8192, memory 0.85.
+The peer, vLLM 0.23 on one H200 (bfloat16, CUDA graphs, prefix caching off), was measured with the same settings:
+greedy, ignore_eos, no detokenising, in-process step loop, max_num_seqs 256, token budget 8192, memory 0.85.
 
-    python -m benchmarks.tpot [--only 64x1024 ...] [--warm-up off] [--cache DIR]
+    python -m benchmarks.tpot [--only 64x1024 ...] [--warm-up off] [--cache DIR] [--save DIR]
 """
 
 import argparse
 import dataclasses
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -102,7 +103,9 @@ def measure(llm: LLM, case: Case) -> list[Row]:
     ]
     if (case.batch, case.context) == (64, 1024):
         rate = case.batch * case.context / one
-        rows.append(Row(name="prefill_64x1024", value=rate, unit="tok/s", peer=PREFILL_PEER, target=1.0, stretch=47 / 43.2))
+        rows.append(
+            Row(name="prefill_64x1024", value=rate, unit="tok/s", peer=PREFILL_PEER, target=1.0, stretch=47 / 43.2)
+        )
     return rows
 
 
@@ -111,6 +114,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="such as 64x1024")
     parser.add_argument("--warm-up", default="blocking", choices=["blocking", "off"])
     parser.add_argument("--cache", default=None, help="compile cache; an empty folder measures a cold start")
+    parser.add_argument("--save", type=Path, help="folder for the rows as tpot.jsonl")
     options = parser.parse_args()
     began = time.perf_counter()
     llm = LLM(
@@ -127,13 +131,15 @@ def main() -> None:
     )
     started = time.perf_counter() - began
     print({name: round(value, 2) for name, value in llm.get_metrics().items() if "start_" in name}, flush=True)
-    rows = [Row(name="start", value=started, unit="s", peer=92.0, target=92 / 45, stretch=92 / 25, lower_is_better=True)]
+    rows = [
+        Row(name="start", value=started, unit="s", peer=92.0, target=92 / 45, stretch=92 / 25, lower_is_better=True)
+    ]
     with llm:
         for case in CASES:
             if not options.only or f"{case.batch}x{case.context}" in options.only:
                 rows += measure(llm, case)
                 print(*(f"{row.name} {row.value:.4g} {row.unit} ({row.met})" for row in rows[-2:]), flush=True)
-    report(rows)
+    report(rows, save=options.save and options.save / "tpot.jsonl")
 
 
 if __name__ == "__main__":

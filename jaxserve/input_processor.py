@@ -106,8 +106,8 @@ class InputProcessor:
         if len(token_ids) >= limits.max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, but max_model_len is {limits.max_model_len} and one place "
-                f"is needed for output; shorten the prompt to {limits.max_model_len - 1} tokens or, where the model was "
-                f"trained for more, raise max_model_len"
+                f"is needed for output; shorten the prompt to {limits.max_model_len - 1} tokens or, where the model "
+                f"was trained for more, raise max_model_len"
             )
         self._check_vocabulary("prompt token ids", token_ids)
         return token_ids

@@ -24,10 +24,8 @@ def linear(
     Every matmul of a model with its weights passes here: this is where a quantised `w` is recognised.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    if isinstance(w, Int8Weight):
-        y = int8_linear(x, w)
-    else:
-        y = contract(x, w, out_dtype if bias is None else jnp.float32)
+    sums = out_dtype if bias is None else jnp.float32
+    y = int8_linear(x, w) if isinstance(w, Int8Weight) else contract(x, w, sums)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
     return y.astype(out_dtype)

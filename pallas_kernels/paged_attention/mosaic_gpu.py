@@ -1,4 +1,4 @@
-"""Paged attention on NVIDIA Hopper: which of the two kernels serves a region, with which tiling, and what neither can."""
+"""Paged attention on NVIDIA Hopper: which kernel serves a region, with which tiling, and what neither can."""
 
 import jax
 from jax import Array

@@ -2,16 +2,18 @@
 
 How this works. The query tokens of each sequence are cut into *tiles*. A CUDA block, one a multiprocessor, takes one
 tile and one query head after another, heavy ones first: half of the rows in each of two warpgroups, while a third
-fetches keys and values by TMA, from the last block that the tile sees to the first, and on into the next tile. A warpgroup starts the scores of the next block and the output of this one together, and works
-on the softmax of the former while the tensor cores finish the latter (FlashAttention-3, arXiv 2407.08608).
-TMA with a swizzle moves whole units of eight rows, so XLA gathers the queries into a view where each sequence begins
-at a multiple of that; and output tiles begin at multiples of their size, so that a store never touches the rows of
-another sequence, whence XLA gathers them back. A lone sequence is in place already.
+fetches keys and values by TMA, from the last block that the tile sees to the first, and on into the next tile. A
+computing warpgroup starts the scores of the next block and the output of this one together, and works on the softmax of
+the former while the tensor cores finish the latter (FlashAttention-3, arXiv 2407.08608).
+
+TMA with a swizzle moves whole units of eight rows, so XLA gathers the queries into a view where each sequence begins at
+a multiple of that; and output tiles begin at multiples of their size, so that a store never touches the rows of another
+sequence, whence XLA gathers them back. A lone sequence is in place already.
 """
 
 import dataclasses
 import functools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +21,41 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels.paged_attention.hopper import (
+    INTERPRETER,
+    LEAST,
+    LOG2_E,
+    ROWS,
+    SWIZZLED,
+    capped,
+    iota,
+    over,
+    zero_unwritten,
+    zeros,
+)
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
-ROWS = 64  # of one warpgroup
 TILE = 2 * ROWS
 UNIT = 8  # rows of a swizzle
-LEAST = -1e30  # a running maximum that any score passes, and that can be subtracted from -inf
-LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    block: int = 128  # positions whose scores are in registers at once
-    stages: int = 2  # blocks in shared memory
-    multiprocessors: int = 132
+    block: int  # positions whose scores are in registers at once
+    stages: int  # blocks in shared memory
+    multiprocessors: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the kernel knows when it is compiled, besides shapes."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    tiling: Tiling
+    clears: bool  # rows that hold no query come out as zeros; else nobody reads them
+    interpret: bool
 
 
 @jax.tree_util.register_dataclass
@@ -91,50 +114,72 @@ def _interval(ends: Array, x: Array) -> Array:
 def paged_attention(
     q: Array,
     kv: KVCache,
-    layer,
+    layer: int | Array,
     batch: AttentionBatch,
     *,
     scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
+    sliding_window: int | None,
+    soft_cap: float | None,
     tiling: Tiling,
     work: Work,
-    interpret: bool = False,
+    interpret: bool,
 ) -> tuple[Array, Array]:
     """Output `[T, N, H]` in q.dtype and float32 log-sum-exp `[T, N]`; see the package's docstring."""
-    (num_rows, N, H), num_tiles = q.shape, work.tile.shape[0]
-    block, stages = tiling.block, tiling.stages
-    aligned = num_tiles * TILE == num_rows  # one sequence: the output has its rows in place
-    swizzled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
+    num_rows = q.shape[0]
+    in_place = work.tile.shape[0] * TILE == num_rows  # one sequence
+    options = Options(
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        tiling=tiling,
+        clears=in_place,
+        interpret=interpret,
+    )
+    out, lse = _attend(q if in_place else q[work.view], kv, layer, batch, work, options)
+    if in_place:
+        return out, lse.T
+    assert batch.cu_q_lens is not None
+    real = jnp.arange(num_rows) < batch.cu_q_lens[-1]
+    out, lse = out[work.place], lse.T[work.place]
+    return jnp.where(real[:, None, None], out, jnp.zeros_like(out)), jnp.where(real[:, None], lse, -jnp.inf)
+
+
+def _attend(
+    view: Array, kv: KVCache, layer: int | Array, batch: AttentionBatch, work: Work, options: Options
+) -> tuple[Array, Array]:
+    """Output `[tiles * TILE, N, H]` and log-sum-exp `[N, tiles * TILE]`."""
+    (_, N, H), num_rows = view.shape, work.tile.shape[0] * TILE
+    block, stages = options.tiling.block, options.tiling.stages
     arrivals = block // min(block, kv.page_size)
-    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    out, lse = plgpu.kernel(
-        functools.partial(_attend, tiling=tiling, clear=aligned, interpret=interpret, **options),
+    scratch = [
+        plgpu.SMEM((2, ROWS, H), view.dtype, transforms=SWIZZLED),
+        plgpu.SMEM((stages, block, H), view.dtype, transforms=SWIZZLED),
+        plgpu.SMEM((stages, block, H), view.dtype, transforms=SWIZZLED),
+        plgpu.SMEM((2, ROWS), jnp.float32),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    ]
+    if options.interpret:
+        scratch.append(plgpu.SMEM((2, ROWS, block), view.dtype, transforms=SWIZZLED))
+    return plgpu.kernel(
+        functools.partial(_attend_kernel, options=options),
         out_type=(
-            jax.ShapeDtypeStruct((num_tiles * TILE, N, H), q.dtype),
-            jax.ShapeDtypeStruct((N, num_tiles * TILE), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, N, H), view.dtype),
+            jax.ShapeDtypeStruct((N, num_rows), jnp.float32),
         ),
-        scratch_types=(
-            plgpu.SMEM((2, ROWS, H), q.dtype, **swizzled),
-            plgpu.SMEM((stages, block, H), kv.k.dtype, **swizzled),
-            plgpu.SMEM((stages, block, H), kv.v.dtype, **swizzled),
-            plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        )
-        + ((plgpu.SMEM((2, ROWS, block), q.dtype, **swizzled),) if interpret else ()),
-        grid=(tiling.multiprocessors,),
+        scratch_types=scratch,
+        grid=(options.tiling.multiprocessors,),
         grid_names=("multiprocessor",),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="paged_attention_prefill",
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=INTERPRETER if options.interpret else None,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(
-        q if aligned else q[work.view],
+        view,
         kv.k,
         kv.v,
         batch.page_table,
@@ -147,12 +192,6 @@ def paged_attention(
         work.num_tiles,
         jnp.asarray(layer, jnp.int32).reshape(1),
     )
-    if aligned:
-        return out, lse.T
-    assert batch.cu_q_lens is not None
-    real = jnp.arange(num_rows) < batch.cu_q_lens[-1]
-    out, lse = out[work.place], lse.T[work.place]
-    return jnp.where(real[:, None, None], out, jnp.zeros_like(out)), jnp.where(real[:, None], lse, -jnp.inf)
 
 
 @jax.tree_util.register_dataclass
@@ -170,268 +209,334 @@ class Tile:
     last: Array  # block, exclusive
     count: Array  # blocks
 
-    def begin(self, i: Array, block: int) -> Array:
-        """The first position of the i-th block that is used."""
-        return (self.last - 1 - i) * block
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Block:
+    """One CUDA block as one of its warpgroups sees it."""
+
+    q_gmem: Any  # [rows of the view, N, H]
+    k_gmem: Any  # [L, P, page_size, K, H]
+    v_gmem: Any
+    table_gmem: Any  # i32 [S, max_pages]
+    lens_gmem: Any  # i32 [S]
+    work_gmem: tuple  # i32 [tiles] each: tile, sequence, row, position, num_rows of Work
+    num_tiles_gmem: Any  # i32 [1]
+    layer_gmem: Any  # i32 [1]
+    out_gmem: Any  # [tiles * TILE, N, H]
+    lse_gmem: Any  # f32 [N, tiles * TILE]
+    q_smem: Any  # [2, ROWS, H]
+    k_smem: Any  # [stages, block, H]
+    v_smem: Any
+    lse_smem: Any  # f32 [2, ROWS]
+    q_arrived: Any  # [2]
+    k_arrived: Any  # [stages]
+    v_arrived: Any
+    k_consumed: Any
+    v_consumed: Any
+    weights_smem: Any  # [2, ROWS, block], only to interpret
+    warpgroup: Array
+    options: Options
+
+    @property
+    def block(self) -> int:
+        return self.options.tiling.block
+
+    def each_tile(self, body) -> None:
+        """`body(tile, num_blocks)` for every tile of this CUDA block; num_blocks counts the blocks of those before."""
+        first, multiprocessors = lax.axis_index("multiprocessor"), self.options.tiling.multiprocessors
+        num_tiles = self.work_gmem[0].shape[0] if self.options.clears else self.num_tiles_gmem[0]
+        num_items = num_tiles * self.q_gmem.shape[1]
+
+        def step(i, num_blocks):
+            tile = self.tile(first + i * multiprocessors)
+            body(tile, num_blocks)
+            return num_blocks + tile.count
+
+        lax.fori_loop(0, lax.div(num_items - first + (multiprocessors - 1), multiprocessors), step, jnp.int32(0))
+
+    def tile(self, item: Array) -> Tile:
+        """Item by item: all heads of the heaviest tile, then those of the next."""
+        N = self.q_gmem.shape[1]
+        tile, sequence, row, position, num_rows = (field[lax.div(item, N)] for field in self.work_gmem)
+        kv_len, window, skipped = self.lens_gmem[sequence], self.options.sliding_window, 0
+        last = lax.div(jnp.minimum(kv_len, position + TILE) + (self.block - 1), self.block)
+        if window is not None:
+            skipped = lax.div(jnp.maximum(position - window + 1, 0), self.block)
+        return Tile(
+            tile=tile,
+            head=lax.rem(item, N),
+            sequence=sequence,
+            row=row,
+            position=position,
+            num_rows=num_rows,
+            kv_len=kv_len,
+            last=last,
+            count=jnp.where(num_rows == 0, 0, last - skipped),
+        )
+
+    def begin(self, tile: Tile, i: Array) -> Array:
+        """The first position of the i-th block in use."""
+        return (tile.last - 1 - i) * self.block
+
+    # The warpgroup that fetches
+
+    def fetch(self, tile: Tile, num_blocks: Array) -> None:
+        layer = self.layer_gmem[0]
+
+        def step(i, _):
+            slot = lax.rem(num_blocks + i, self.options.tiling.stages)
+            pages = self.pages(tile, i)
+            for source, target, arrived, consumed in (
+                (self.k_gmem, self.k_smem, self.k_arrived, self.k_consumed),
+                (self.v_gmem, self.v_smem, self.v_arrived, self.v_consumed),
+            ):
+
+                @pl.when(num_blocks + i >= self.options.tiling.stages)
+                def _wait(consumed=consumed):
+                    plgpu.barrier_wait(consumed.at[slot])
+
+                self.fetch_block(tile, i, source.at[layer], target.at[slot], arrived.at[slot], pages)
+
+        lax.fori_loop(0, tile.count, step, None)
+
+    def pages(self, tile: Tile, i: Array) -> list[Array]:
+        """Ids of the pages of the i-th block; beyond the sequence its last page again."""
+        page_size = self.k_gmem.shape[2]
+        first = lax.div(self.begin(tile, i), page_size)
+        last = lax.div(tile.kv_len + (page_size - 1), page_size) - 1
+        count = max(1, self.block // page_size)
+        return [self.table_gmem[tile.sequence, jnp.minimum(first + j, last)] for j in range(count)]
+
+    def fetch_block(self, tile: Tile, i: Array, source: Any, target: Any, arrived: Any, pages: list[Array]) -> None:
+        page_size, K = self.k_gmem.shape[2:4]
+        size, kv_head = min(self.block, page_size), lax.div(tile.head, self.q_gmem.shape[1] // K)
+        part = pl.ds(lax.rem(self.begin(tile, i), page_size), size) if size < page_size else slice(None)
+        for j, page in enumerate(pages):
+            plgpu.copy_gmem_to_smem(source.at[page, part, kv_head], target.at[pl.ds(j * size, size)], arrived)
+
+    # The warpgroups that compute
+
+    def compute(self, tile: Tile, num_blocks: Array) -> None:
+        queries, arrived = self.q_smem.at[self.warpgroup], self.q_arrived.at[self.warpgroup]
+
+        @pl.when(tile.count > 0)
+        def _attend():
+            rows = pl.ds(tile.row * UNIT + self.warpgroup * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(self.q_gmem.at[rows, tile.head], queries, arrived)
+            plgpu.barrier_wait(arrived)
+            out, maximum, total = _TileOfWarpgroup(block=self, tile=tile, num_blocks=num_blocks).attend()
+            self.store(tile, out * over(1.0 / total, out), maximum / LOG2_E + jnp.log(total))
+
+        if self.options.clears:
+
+            @pl.when(tile.count == 0)
+            def _no_queries():
+                wgmma = plgpu.Layout.WGMMA
+                self.store(tile, zeros(queries.shape, wgmma), zeros((ROWS,), wgmma.reduce(1)))
+
+    def store(self, tile: Tile, out: Array, lse: Array) -> None:
+        if self.options.clears:
+            num_live = tile.num_rows - self.warpgroup * ROWS
+            row = plgpu.broadcasted_iota(jnp.int32, lse.shape, 0, layout=plgpu.Layout.WGMMA.reduce(1))
+            out = jnp.where(iota(out.shape, 0) < num_live, out, 0.0)
+            lse = jnp.where(row < num_live, lse, -jnp.inf)
+        rows, out_smem = pl.ds(tile.tile * TILE + self.warpgroup * ROWS, ROWS), self.q_smem.at[self.warpgroup]
+        lse_smem = self.lse_smem.at[self.warpgroup]
+        out_smem[...] = out.astype(out_smem.dtype)  # the queries are done with
+        lse_smem[...] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, self.out_gmem.at[rows, tile.head])
+        plgpu.copy_smem_to_gmem(lse_smem, self.lse_gmem.at[tile.head, rows])
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(
-    q_gmem,  # [rows of the view, N, H]
-    k_gmem,  # [L, P, page_size, K, H]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TileOfWarpgroup:
+    """One warpgroup's rows of one tile: the online softmax over its blocks, maxima in units of log 2."""
+
+    block: _Block
+    tile: Tile
+    num_blocks: Array
+
+    def attend(self) -> tuple[Array, Array, Array]:
+        """The output, not yet normalised, the maxima of the scores and the sums of the weights."""
+        by_row, H = plgpu.Layout.WGMMA.reduce(1), self.block.q_smem.shape[2]
+        rows, first = zeros((ROWS,), by_row), jnp.int32(0)
+        *start, _ = self.softmax(self.scores(first), first, rows + LEAST, rows)
+        if self.block.options.interpret:
+            return self.in_turn(*start)
+        return pl.run_scoped(functools.partial(self.overlapped, *start), plgpu.WGMMAAccumulatorRef((ROWS, H)))
+
+    def overlapped(self, weights: Array, maximum: Array, total: Array, acc_ref: Any) -> tuple[Array, Array, Array]:
+        def step(i, carry):
+            def both(scores_ref):
+                weights, maximum, total = carry
+                self.start_scores(i, scores_ref)
+                plgpu.wgmma(acc_ref, weights, self.values(i - 1))
+                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                plgpu.barrier_arrive(self.block.k_consumed.at[self.slot(i)])
+                weights, maximum, total, decay = self.softmax(scores, i, maximum, total)
+                acc = acc_ref[...]
+                plgpu.barrier_arrive(self.block.v_consumed.at[self.slot(i - 1)])
+                acc_ref[...] = acc * over(decay, acc)
+                return weights, maximum, total
+
+            return pl.run_scoped(both, self.scores_type)
+
+        count = self.tile.count
+        weights, maximum, total = lax.fori_loop(1, count, step, (weights, maximum, total))
+        plgpu.wgmma(acc_ref, weights, self.values(count - 1))
+        acc = acc_ref[...]
+        plgpu.barrier_arrive(self.block.v_consumed.at[self.slot(count - 1)])
+        return acc, maximum, total
+
+    def in_turn(self, weights: Array, maximum: Array, total: Array) -> tuple[Array, Array, Array]:
+        """The same without what interpret mode lacks: weights in registers, and accumulators that live on."""
+
+        def step(i, carry):
+            acc, weights, maximum, total = carry
+            scores = self.scores(i)
+            acc = acc + self.product(weights, i - 1)
+            weights, maximum, total, decay = self.softmax(scores, i, maximum, total)
+            return acc * over(decay, acc), weights, maximum, total
+
+        count, shape = self.tile.count, (ROWS, self.block.q_smem.shape[2])
+        start = (zeros(shape, plgpu.Layout.WGMMA), weights, maximum, total)
+        acc, weights, maximum, total = lax.fori_loop(1, count, step, start)
+        return acc + self.product(weights, count - 1), maximum, total
+
+    def product(self, weights: Array, i: Array) -> Array:
+        """Weights times values of the i-th block, by way of shared memory."""
+        weights_smem = self.block.weights_smem.at[self.block.warpgroup]
+        weights_smem[...] = weights
+        plgpu.commit_smem()
+
+        def multiply(ref):
+            plgpu.wgmma(ref, weights_smem, self.values(i))
+            return ref[...]
+
+        out = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, self.block.q_smem.shape[2])))
+        plgpu.barrier_arrive(self.block.v_consumed.at[self.slot(i)])
+        return out
+
+    def slot(self, i: Array) -> Array:
+        return lax.rem(self.num_blocks + i, self.block.options.tiling.stages)
+
+    @property
+    def scores_type(self) -> plgpu.WGMMAAccumulatorRef:
+        return plgpu.WGMMAAccumulatorRef((ROWS, self.block.block))
+
+    def start_scores(self, i: Array, ref: Any) -> None:
+        plgpu.barrier_wait(self.block.k_arrived.at[self.slot(i)])
+        plgpu.wgmma(ref, self.block.q_smem.at[self.block.warpgroup], self.block.k_smem.at[self.slot(i)].T)
+
+    def scores(self, i: Array) -> Array:
+        def product(ref):
+            self.start_scores(i, ref)
+            return ref[...]
+
+        scores = pl.run_scoped(product, self.scores_type)
+        plgpu.barrier_arrive(self.block.k_consumed.at[self.slot(i)])
+        return scores
+
+    def softmax(self, scores: Array, i: Array, maximum: Array, total: Array) -> tuple[Array, Array, Array, Array]:
+        """Weights of the i-th block, the new maximum and total, and what the old ones have decayed to."""
+        begin, options = self.block.begin(self.tile, i), self.block.options
+        scores, to_log2 = capped(scores, options.scale, options.soft_cap)
+        partial = begin + self.block.block > jnp.minimum(self.first_row + 1, self.tile.kv_len)
+        if options.sliding_window is not None:
+            partial |= begin <= self.first_row + (ROWS - 1) - options.sliding_window
+        scores = lax.cond(partial, self.masked, lambda scores, begin: scores, scores, begin)
+        new = jnp.maximum(maximum, scores.max(axis=1) * to_log2)
+        decay = jnp.exp2(maximum - new)
+        weights = jnp.exp2(scores * to_log2 - over(new, scores))
+        return weights.astype(self.block.q_smem.dtype), new, total * decay + weights.sum(axis=1), decay
+
+    def masked(self, scores: Array, begin: Array) -> Array:
+        position, row = begin + iota(scores.shape, 1), self.first_row + iota(scores.shape, 0)
+        seen = (position <= row) & (position < self.tile.kv_len)
+        if self.block.options.sliding_window is not None:
+            seen &= position > row - self.block.options.sliding_window
+        return jnp.where(seen, scores, -jnp.inf)
+
+    @property
+    def first_row(self) -> Array:
+        """The position of this warpgroup's first query."""
+        return self.tile.position + self.block.warpgroup * ROWS
+
+    def values(self, i: Array) -> Any:
+        """The values of the i-th block, arrived, and zeros where nothing is written yet."""
+        plgpu.barrier_wait(self.block.v_arrived.at[self.slot(i)])
+        values_smem = self.block.v_smem.at[self.slot(i)]
+        num_written = self.tile.kv_len - self.block.begin(self.tile, i)
+
+        @pl.when(num_written < self.block.block)
+        def _():
+            zero_unwritten(values_smem, num_written)
+            plgpu.commit_smem()
+
+        return values_smem
+
+
+def _attend_kernel(
+    q_gmem,
+    k_gmem,
     v_gmem,
-    table_gmem,  # i32 [S, max_pages]
-    lens_gmem,  # i32 [S]
-    tile_gmem,  # i32 [tiles], as the next five: see Work
+    table_gmem,
+    lens_gmem,
+    tile_gmem,
     sequence_gmem,
     row_gmem,
     position_gmem,
     num_rows_gmem,
-    num_tiles_gmem,  # i32 [1]
-    layer_gmem,  # i32 [1]
-    out_gmem,  # [tiles * TILE, N, H]
-    lse_gmem,  # f32 [N, tiles * TILE]
-    q_smem,  # [2, ROWS, H]
-    k_smem,  # [stages, block, H]
+    num_tiles_gmem,
+    layer_gmem,
+    out_gmem,
+    lse_gmem,
+    q_smem,
+    k_smem,
     v_smem,
-    lse_smem,  # f32 [2, ROWS]
-    q_arrived,  # [2]
-    k_arrived,  # [stages]
+    lse_smem,
+    q_arrived,
+    k_arrived,
     v_arrived,
     k_consumed,
     v_consumed,
-    *weights_smem,  # [2, ROWS, block], only to interpret
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    tiling: Tiling,
-    clear: bool,
-    interpret: bool,
+    *weights_smem,
+    options: Options,
 ):
-    block, stages = tiling.block, tiling.stages
-    _, N, H = q_gmem.shape
-    page_size, K = k_gmem.shape[2:4]
     warpgroup = lax.axis_index("warpgroup")
-    num_tiles = tile_gmem.shape[0] if clear else num_tiles_gmem[0]
-
-    def each_tile(body):
-        """`num_blocks = body(tile, num_blocks)` for the tiles of this CUDA block; counts blocks across tiles."""
-        first = lax.axis_index("multiprocessor")
-
-        def step(i, num_blocks):
-            item = first + i * tiling.multiprocessors
-            at = lax.div(item, N)
-            sequence, position, num_rows = sequence_gmem[at], position_gmem[at], num_rows_gmem[at]
-            kv_len = lens_gmem[sequence]
-            last = lax.div(jnp.minimum(kv_len, position + TILE) + (block - 1), block)
-            skipped = 0
-            if sliding_window is not None:
-                skipped = lax.div(jnp.maximum(position - sliding_window + 1, 0), block)
-            tile = Tile(
-                tile=tile_gmem[at],
-                head=lax.rem(item, N),
-                sequence=sequence,
-                row=row_gmem[at],
-                position=position,
-                num_rows=num_rows,
-                kv_len=kv_len,
-                last=last,
-                count=jnp.where(num_rows == 0, 0, last - skipped),
-            )
-            body(tile, num_blocks)
-            return num_blocks + tile.count
-
-        num_items = lax.div(num_tiles * N - first + (tiling.multiprocessors - 1), tiling.multiprocessors)
-        lax.fori_loop(0, num_items, step, jnp.int32(0))
-
-    def fetch(tile, num_blocks):
-        layer, kv_head = layer_gmem[0], lax.div(tile.head, N // K)
-        last_page = lax.div(tile.kv_len + (page_size - 1), page_size) - 1
-        size = min(block, page_size)
-
-        def step(i, _):
-            slot, begin = lax.rem(num_blocks + i, stages), tile.begin(i, block)
-            pages = [
-                table_gmem[tile.sequence, jnp.minimum(lax.div(begin, page_size) + j, last_page)]
-                for j in range(block // size)
-            ]
-            there = pl.ds(lax.rem(begin, page_size), size) if size < page_size else slice(None)
-            for arrived, consumed, source, target in (
-                (k_arrived, k_consumed, k_gmem, k_smem),
-                (v_arrived, v_consumed, v_gmem, v_smem),
-            ):
-
-                @pl.when(num_blocks + i >= stages)
-                def _wait(consumed=consumed):
-                    plgpu.barrier_wait(consumed.at[slot])
-
-                for j, page in enumerate(pages):
-                    plgpu.copy_gmem_to_smem(
-                        source.at[layer, page, there, kv_head],
-                        target.at[slot, pl.ds(j * size, size)],
-                        arrived.at[slot],
-                    )
-
-        lax.fori_loop(0, tile.count, step, None)
-
-    wgmma = plgpu.Layout.WGMMA
-    by_row = wgmma.reduce(1)
-
-    def full(shape, value, layout):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    def over(vector, shape):
-        return lax.broadcast_in_dim(vector, shape, [0])
-
-    def compute(tile, num_blocks):
-        queries = q_smem.at[warpgroup]
-
-        @pl.when(tile.count > 0)
-        def _attend():
-            rows = pl.ds(tile.row * UNIT + warpgroup * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(q_gmem.at[rows, tile.head], queries, q_arrived.at[warpgroup])
-            plgpu.barrier_wait(q_arrived.at[warpgroup])
-            out, maximum, total = attend(tile, num_blocks)
-            store(tile, out * over(1.0 / total, out.shape), maximum / LOG2_E + jnp.log(total))
-
-        if clear:
-
-            @pl.when(tile.count == 0)
-            def _no_queries():
-                store(tile, full((ROWS, H), 0, wgmma), full((ROWS,), 0, by_row))
-
-    def store(tile, out, lse):
-        """Stores this warpgroup's rows; those without a query as zeros where nobody else clears them."""
-        if clear:
-            num_live = tile.num_rows - warpgroup * ROWS
-            out = jnp.where(plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=wgmma) < num_live, out, 0.0)
-            lse = jnp.where(plgpu.broadcasted_iota(jnp.int32, lse.shape, 0, layout=by_row) < num_live, lse, -jnp.inf)
-        rows = pl.ds(tile.tile * TILE + warpgroup * ROWS, ROWS)
-        out_smem = q_smem.at[warpgroup]
-        out_smem[...] = out.astype(q_smem.dtype)
-        lse_smem[warpgroup] = lse
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[rows, tile.head])
-        plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_gmem.at[tile.head, rows])
-        plgpu.wait_smem_to_gmem(0)
-
-    def attend(tile, num_blocks):
-        """This warpgroup's output, not yet normalised, the maxima of its scores and the sums of its weights."""
-        first_row = tile.position + warpgroup * ROWS
-        scores_type = plgpu.ACC((ROWS, block), jnp.float32)
-
-        def slot(i):
-            return lax.rem(num_blocks + i, stages)
-
-        def masked(scores, begin):
-            position = begin + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma)
-            row = first_row + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=wgmma)
-            seen = (position <= row) & (position < tile.kv_len)
-            if sliding_window is not None:
-                seen &= position > row - sliding_window
-            return jnp.where(seen, scores, -jnp.inf)
-
-        def softmax(scores, i, maximum, total):
-            """Weights of block i, the new maximum and total, and what the old ones have decayed to."""
-            begin, factor = tile.begin(i, block), scale * LOG2_E
-            if soft_cap is not None:  # cap * tanh(x) = cap - 2 cap / (exp(2 x) + 1)
-                doubled = jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap))
-                scores, factor = soft_cap - (2 * soft_cap) / (doubled + 1.0), LOG2_E
-            partial = begin + block > jnp.minimum(first_row + 1, tile.kv_len)
-            if sliding_window is not None:
-                partial |= begin <= first_row + (ROWS - 1) - sliding_window
-            scores = lax.cond(partial, masked, lambda scores, begin: scores, scores, begin)
-            new = jnp.maximum(maximum, scores.max(axis=1) * factor)
-            decay = jnp.exp2(maximum - new)
-            weights = jnp.exp2(scores * factor - over(new, scores.shape))
-            return weights.astype(q_smem.dtype), new, total * decay + weights.sum(axis=1), decay
-
-        def values(i):
-            plgpu.barrier_wait(v_arrived.at[slot(i)])
-            num_written = tile.kv_len - tile.begin(i, block)
-
-            @pl.when(num_written < block)
-            def _zero_unwritten_values():  # a zero weight does not silence a NaN
-                row = plgpu.broadcasted_iota(jnp.int32, (block, 64), 0, layout=wgmma)
-                for c in range(0, H, 64):
-                    values_smem = v_smem.at[slot(i), :, pl.ds(c, 64)]
-                    values = plgpu.load(values_smem, layout=wgmma)
-                    values_smem[...] = jnp.where(row < num_written, values, jnp.zeros_like(values))
-                plgpu.commit_smem()
-
-            return v_smem.at[slot(i)]
-
-        def start_scores(i, ref):
-            plgpu.barrier_wait(k_arrived.at[slot(i)])
-            plgpu.wgmma(ref, q_smem.at[warpgroup], k_smem.at[slot(i)].T)
-
-        def scores_of(i):
-            def product(ref):
-                start_scores(i, ref)
-                return ref[...]
-
-            scores = pl.run_scoped(product, scores_type)
-            plgpu.barrier_arrive(k_consumed.at[slot(i)])
-            return scores
-
-        def overlapped(acc_ref):
-            def step(i, carry):
-                def both(scores_ref):
-                    weights, maximum, total = carry
-                    start_scores(i, scores_ref)
-                    plgpu.wgmma(acc_ref, weights, values(i - 1))
-                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    plgpu.barrier_arrive(k_consumed.at[slot(i)])
-                    weights, maximum, total, decay = softmax(scores, i, maximum, total)
-                    acc = acc_ref[...]
-                    plgpu.barrier_arrive(v_consumed.at[slot(i - 1)])
-                    acc_ref[...] = acc * over(decay, acc.shape)
-                    return weights, maximum, total
-
-                return pl.run_scoped(both, scores_type)
-
-            weights, maximum, total = lax.fori_loop(1, tile.count, step, start)
-            plgpu.wgmma(acc_ref, weights, values(tile.count - 1))
-            acc = acc_ref[...]
-            plgpu.barrier_arrive(v_consumed.at[slot(tile.count - 1)])
-            return acc, maximum, total
-
-        def in_turn():
-            """The same without what interpret mode lacks: weights in registers, and accumulators that live on."""
-
-            def add(acc, weights, i):
-                weights_smem[0][warpgroup] = weights
-                plgpu.commit_smem()
-
-                def product(ref):
-                    plgpu.wgmma(ref, weights_smem[0].at[warpgroup], values(i))
-                    return ref[...]
-
-                acc = acc + pl.run_scoped(product, plgpu.ACC((ROWS, H), jnp.float32))
-                plgpu.barrier_arrive(v_consumed.at[slot(i)])
-                return acc
-
-            def step(i, carry):
-                acc, weights, maximum, total = carry
-                scores = scores_of(i)
-                acc = add(acc, weights, i - 1)
-                weights, maximum, total, decay = softmax(scores, i, maximum, total)
-                return acc * over(decay, acc.shape), weights, maximum, total
-
-            acc, weights, maximum, total = lax.fori_loop(1, tile.count, step, (full((ROWS, H), 0, wgmma), *start))
-            return add(acc, weights, tile.count - 1), maximum, total
-
-        *start, _ = softmax(scores_of(0), 0, full((ROWS,), LEAST, by_row), full((ROWS,), 0, by_row))
-        start = tuple(start)
-        if interpret:
-            return in_turn()
-        return pl.run_scoped(overlapped, plgpu.ACC((ROWS, H), jnp.float32))
+    block = _Block(
+        q_gmem=q_gmem,
+        k_gmem=k_gmem,
+        v_gmem=v_gmem,
+        table_gmem=table_gmem,
+        lens_gmem=lens_gmem,
+        work_gmem=(tile_gmem, sequence_gmem, row_gmem, position_gmem, num_rows_gmem),
+        num_tiles_gmem=num_tiles_gmem,
+        layer_gmem=layer_gmem,
+        out_gmem=out_gmem,
+        lse_gmem=lse_gmem,
+        q_smem=q_smem,
+        k_smem=k_smem,
+        v_smem=v_smem,
+        lse_smem=lse_smem,
+        q_arrived=q_arrived,
+        k_arrived=k_arrived,
+        v_arrived=v_arrived,
+        k_consumed=k_consumed,
+        v_consumed=v_consumed,
+        weights_smem=weights_smem[0] if weights_smem else None,
+        warpgroup=warpgroup,
+        options=options,
+    )
 
     @pl.when(warpgroup == 2)
     def _fetch():
-        plgpu.set_max_registers(32, action="decrease")
-        each_tile(fetch)
+        plgpu.set_max_registers(40, action="decrease")
+        block.each_tile(block.fetch)
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(240, action="increase")
-        each_tile(compute)
+        plgpu.set_max_registers(232, action="increase")
+        block.each_tile(block.compute)

@@ -1,0 +1,47 @@
+"""What the two kernels of paged attention for NVIDIA Hopper share."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # of a matmul of one warpgroup
+LEAST = -1e30  # a running maximum that any score passes, and that can be subtracted from -inf
+LOG2_E = math.log2(math.e)
+SWIZZLED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+INTERPRETER = plgpu.InterpretGPUParams()
+
+
+def capped(scores: Array, scale: float, soft_cap: float | None) -> tuple[Array, float]:
+    """Scores, scaled and capped, but for a factor that turns them into units of log 2.
+
+    The factor is left to the caller, who can multiply and subtract a maximum in one instruction. The hyperbolic tangent
+    is `tanh(x) = 1 - 2 / (exp(2 x) + 1)`: the card's own is good to eleven bits only.
+    """
+    if soft_cap is None:
+        return scores, scale * LOG2_E
+    doubled = jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap))
+    return soft_cap - (2 * soft_cap) / (doubled + 1.0), LOG2_E
+
+
+def zero_unwritten(values_smem: Any, num_written: Array) -> None:
+    """Clears the rows of values `[block, H]` from `num_written` on: a weight of zero does not silence a NaN."""
+    for c in range(0, values_smem.shape[1], 64):
+        some = values_smem.at[:, pl.ds(c, 64)]
+        values = plgpu.load(some, layout=plgpu.Layout.WGMMA)
+        some[...] = jnp.where(iota(values.shape, 0) < num_written, values, jnp.zeros_like(values))
+
+
+def zeros(shape: tuple[int, ...], layout: Any) -> Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def iota(shape: tuple[int, ...], dimension: int) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+
+
+def over(rows: Array, matrix: Array) -> Array:
+    return lax.broadcast_in_dim(rows, matrix.shape, [0])
