@@ -145,7 +145,7 @@ def main() -> None:
     save = parser.parse_args().save
     rows = []
     for page_size in (64, 16):
-        for shape in shapes.DECODE if page_size == 64 else shapes.DECODE[:4]:
+        for shape in shapes.DECODE if page_size == 64 else shapes.DECODE[:2]:
             rows.append(decode_row(dataclasses.replace(shape, page_size=page_size)))
             print(rows[-1].as_dict(), flush=True)
     geomean = math.exp(statistics.fmean(math.log(row.ratio or 0.0) for row in rows))

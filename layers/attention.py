@@ -1,13 +1,16 @@
-"""Attention of one layer over both regions of a step: write keys and values, then read the pages."""
+"""Attention of one layer over both regions of a step: rotate, write keys and values, then read the pages."""
 
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.layers.kv_cache import KVCache, StepBatch, write_kv
 from jaxserve.layers.linear import Weight, linear
+from jaxserve.layers.rope import apply_rope
+from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.paged_attention import Implementation, paged_attention, prepare
 
 
@@ -21,12 +24,10 @@ class AttentionSpec:
 
 
 def project_qkv(
-    x: Float[Array, "T D"], qkv: Weight, bias: Float[Array, " out"] | None, num_heads: int, num_kv_heads: int
-) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+    x: Float[Array, "T D"], qkv: Weight, bias: Float[Array, " out"] | None, head_dim: int
+) -> Float[Array, "T heads H"]:
     """Queries, keys and values from one fused projection, whose rows are those of q, then k, then v."""
-    heads = linear(x, qkv, bias).reshape(x.shape[0], num_heads + 2 * num_kv_heads, -1)
-    q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
-    return q, k, v
+    return linear(x, qkv, bias).reshape(x.shape[0], -1, head_dim)
 
 
 def prepare_batch(
@@ -43,17 +44,22 @@ def prepare_batch(
 
 
 def attend(
-    q: Float[Array, "rows N H"],
-    k: Float[Array, "rows K H"],
-    v: Float[Array, "rows K H"],
+    heads: Float[Array, "rows heads H"],
+    frequencies: np.ndarray,
     kv: KVCache,
     layer: int | Int[Array, ""],
     batch: StepBatch,
     spec: AttentionSpec,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "rows N H"], KVCache]:
-    """Attention output of every row, and the cache with this step's keys and values in it."""
-    kv = write_kv(kv, layer, k, v, batch.page_ids, batch.page_offsets)
+    """Attention output of every row, and the cache with this step's keys and values in it.
+
+    Args:
+        heads: N queries, K keys and K values of each row, before their rotation.
+        frequencies: of the rotary embedding, float32 [H/2].
+        batch: as `prepare_batch` made it.
+    """
+    q, kv = _rotate_and_write(heads, frequencies, kv, layer, batch)
     cut = batch.num_decode_rows
     outs = [
         paged_attention(rows, kv, layer, region, **dataclasses.asdict(spec), implementation=implementation)
@@ -61,3 +67,16 @@ def attend(
         if region is not None
     ]
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs), kv
+
+
+def _rotate_and_write(
+    heads: Array, frequencies: np.ndarray, kv: KVCache, layer: int | Array, batch: StepBatch
+) -> tuple[Array, KVCache]:
+    on_hopper = any(region is not None and region.work is not None for region in (batch.decode, batch.prefill))
+    if on_hopper and not rope_kv_write.unsupported(heads, kv):
+        angles = batch.positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+        return rope_kv_write.rope_kv_write(heads, angles, kv, layer, batch.page_ids, batch.page_offsets)
+    K = kv.k.shape[3]
+    q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)
+    q, k = (apply_rope(x, batch.positions, frequencies) for x in (q, k))
+    return q, write_kv(kv, layer, k, v, batch.page_ids, batch.page_offsets)

@@ -19,7 +19,7 @@ from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.pallas_kernels.paged_attention import Implementation
 
 Params = Mapping[str, Any]
-Attend = Callable[[Array, Array, Array], Array]  # q [T, N, H], k [T, K, H], v [T, K, H] -> [T, N, H]
+Attend = Callable[[Array, np.ndarray], Array]  # heads of q, k and v [T, N + 2 K, H], frequencies [H/2] -> [T, N, H]
 
 
 @runtime_checkable
@@ -30,7 +30,7 @@ class DecoderModel(Protocol):
     def layer_kinds(self) -> tuple[str, ...]: ...
     def attention_spec(self, kind: str) -> AttentionSpec: ...
     def embed(self, params: Params, token_ids: Array) -> Array: ...
-    def layer(self, p: Params, kind: str, x: Array, positions: Array, attend: Attend) -> Array: ...
+    def layer(self, p: Params, kind: str, x: Array, attend: Attend) -> Array: ...
     def final_norm(self, params: Params, x: Array) -> Array: ...
 
 
@@ -97,12 +97,13 @@ def _layer_body(model: DecoderModel, batches: dict[str, StepBatch], implementati
         x, kv = carry
         cache, batch = kv[kind], batches[kind]
 
-        def attend_and_write(q: Array, k: Array, v: Array) -> Array:
+        def attend_and_write(heads: Array, frequencies: np.ndarray) -> Array:
             nonlocal cache
-            out, cache = attend(q, k, v, cache, index, batch, model.attention_spec(kind), implementation)
+            spec = model.attention_spec(kind)
+            out, cache = attend(heads, frequencies, cache, index, batch, spec, implementation)
             return out
 
-        x = model.layer(p, kind, x, batch.positions, attend_and_write)
+        x = model.layer(p, kind, x, attend_and_write)
         return x, {**kv, kind: cache}
 
     return body

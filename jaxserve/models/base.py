@@ -168,7 +168,7 @@ class Model:
 
     config: ModelConfig
     layer_module: Callable[..., nnx.Module]  # (config, *, dtype, rngs): the parameters of one layer
-    layer_fn: Callable[..., Array]  # (p, config, kind, x, positions, attend) -> x
+    layer_fn: Callable[..., Array]  # (p, config, kind, x, attend) -> x
     translate_fn: Callable[[str], Target | None]
 
     @property
@@ -222,10 +222,8 @@ class Model:
     def embed(self, params: Params, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return embed(token_ids, params["embed"], self.config.embed_scale)
 
-    def layer(
-        self, p: Params, kind: str, x: Float[Array, "T D"], positions: Int[Array, " T"], attend: Attend
-    ) -> Float[Array, "T D"]:
-        return self.layer_fn(p, self.config, kind, x, positions, attend)
+    def layer(self, p: Params, kind: str, x: Float[Array, "T D"], attend: Attend) -> Float[Array, "T D"]:
+        return self.layer_fn(p, self.config, kind, x, attend)
 
     def final_norm(self, params: Params, x: Float[Array, "R D"]) -> Float[Array, "R D"]:
         return rms_norm(x, params["final_norm"], self.config.rms_norm_eps, offset=self.config.norm_offset)

@@ -3,16 +3,16 @@
 An architecture's `Layer` calls the `*_params` functions for the parts it has; its `layer` joins them.
 """
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxserve.layers.attention import project_qkv
 from jaxserve.layers.decoder import Attend, Params
 from jaxserve.layers.linear import fan_in, linear, ones, param, zeros
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import apply_rope
 from jaxserve.models.base import ModelConfig
 
 
@@ -52,14 +52,11 @@ def norm(x: Float[Array, "*rows D"], w: Float[Array, " D"], config: ModelConfig)
     return rms_norm(x, w, config.rms_norm_eps, offset=config.norm_offset)
 
 
-def self_attention(
-    p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], positions: Int[Array, " T"], attend: Attend
-) -> Float[Array, "T D"]:
-    """Projections, optional q and k norms, RoPE, attention and output projection of one layer."""
-    q, k, v = project_qkv(x, p["qkv"], p.get("qkv_bias"), config.num_heads, config.num_kv_heads)
+def self_attention(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], attend: Attend) -> Array:
+    """Projections, optional q and k norms, RoPE, attention and output projection of one layer: [T, D]."""
+    heads = project_qkv(x, p["qkv"], p.get("qkv_bias"), config.head_dim)
     if config.qk_norm:
-        q, k = norm(q, p["q_norm"], config), norm(k, p["k_norm"], config)
-    q = apply_rope(q, positions, config.rope(kind))
-    k = apply_rope(k, positions, config.rope(kind))
-    out = attend(q, k, v)
+        q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
+        heads = jnp.concatenate([norm(q, p["q_norm"], config), norm(k, p["k_norm"], config), v], axis=1)
+    out = attend(heads, config.rope(kind))
     return linear(out.reshape(out.shape[0], -1), p["o"])

@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxserve.layers.decoder import Attend, Params
 from jaxserve.layers.mlp import mlp
@@ -60,11 +60,9 @@ class Layer(nnx.Module):
         mlp_params(self, config, dtype=dtype, rngs=rngs)
 
 
-def layer(
-    p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], positions: Int[Array, " T"], attend: Attend
-) -> Float[Array, "T D"]:
+def layer(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], attend: Attend) -> Float[Array, "T D"]:
     """Attention and MLP, each with a norm before it, a norm after it, and its residual."""
-    h = self_attention(p, config, kind, norm(x, p["input_norm"], config), positions, attend)
+    h = self_attention(p, config, kind, norm(x, p["input_norm"], config), attend)
     x = x + norm(h, p["post_norm"], config)
     h = mlp(norm(x, p["pre_ffw_norm"], config), p["gate_up"], p["down"], act=config.act)
     return x + norm(h, p["post_ffw_norm"], config)

@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxserve.layers.decoder import Attend, Params
 from jaxserve.layers.mlp import mlp
@@ -35,11 +35,9 @@ class Layer(nnx.Module):
         mlp_params(self, config, dtype=dtype, rngs=rngs)
 
 
-def layer(
-    p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], positions: Int[Array, " T"], attend: Attend
-) -> Float[Array, "T D"]:
+def layer(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], attend: Attend) -> Float[Array, "T D"]:
     """Pre-norm attention and MLP, each with its residual."""
-    x = x + self_attention(p, config, kind, norm(x, p["input_norm"], config), positions, attend)
+    x = x + self_attention(p, config, kind, norm(x, p["input_norm"], config), attend)
     return x + mlp(norm(x, p["post_norm"], config), p["gate_up"], p["down"], act=config.act)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxserve.layers.decoder import Attend, Params
 from jaxserve.layers.linear import fan_in, param
@@ -58,11 +58,9 @@ class Layer(nnx.Module):
         self.down = param(fan_in, (e, d, f), ("experts", "embed", "mlp"), **how)
 
 
-def layer(
-    p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], positions: Int[Array, " T"], attend: Attend
-) -> Float[Array, "T D"]:
+def layer(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], attend: Attend) -> Float[Array, "T D"]:
     """Pre-norm attention and mixture of experts, each with its residual."""
-    x = x + self_attention(p, config, kind, norm(x, p["input_norm"], config), positions, attend)
+    x = x + self_attention(p, config, kind, norm(x, p["input_norm"], config), attend)
     h = norm(x, p["post_norm"], config)
     how = {"top_k": config.num_experts_per_tok, "normalize": config.norm_topk_prob, "act": config.act}
     return x + moe(h, p["router"], p["gate_up"], p["down"], **how)

@@ -56,6 +56,7 @@ class Options:
 
     q_len: int  # query rows of a sequence
     group: int  # query heads of a KV head, padded
+    shared: int  # KV heads whose query heads lie in the rows of one tile; each attends with its own and drops the rest
     scale: float
     sliding_window: int | None
     soft_cap: float | None
@@ -148,6 +149,7 @@ def paged_attention(
     options = Options(
         q_len=batch.max_q_len,
         group=padded_group(N // K, H),
+        shared=_shared(N, K, H, batch.max_q_len),
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -161,9 +163,19 @@ def paged_attention(
     return out.reshape(*heads, H)[:, :, : N // K].reshape(q.shape), lse.reshape(heads)[:, :, : N // K].reshape(-1, N)
 
 
+def _shared(N: int, K: int, H: int, q_len: int) -> int:
+    """KV heads to a tile of eight rows, if those are then the queries as they are; 0 if the tiles must be made."""
+    group = N // K
+    if q_len > 1 or group != padded_group(group, H) or N % 8 or (8 % group and group % 8):
+        return 0
+    return max(1, 8 // group)
+
+
 def _tiles(q: Array, K: int, options: Options) -> Array:
-    """Queries by tile: `[B, K, rows, H]`, rows being (query token, head of the group), padded to whole swizzles."""
+    """Queries by tile, `[B, tiles, rows, H]`: rows are (query token, head of the group), in whole swizzles of eight."""
     (num_rows, N, H), q_len = q.shape, options.q_len
+    if options.shared:
+        return q.reshape(num_rows, K // options.shared, -1, H)
     tiles = q.reshape(num_rows // q_len, q_len, K, N // K, H).transpose(0, 2, 1, 3, 4)
     tiles = jnp.pad(tiles, ((0, 0),) * 3 + ((0, options.group - N // K), (0, 0)))
     tiles = tiles.reshape(num_rows // q_len, K, q_len * options.group, H)
@@ -180,7 +192,7 @@ def _attend(
     interpret: bool,
 ) -> tuple[Array, Array]:
     """The parts of all tiles and the logarithms of their denominators."""
-    (B, K, rows, H), tiling = tiles.shape, options.tiling
+    (B, _, rows, H), K, tiling = tiles.shape, kv.k.shape[3], options.tiling
     pairs, stages, block, workers = tiling.pairs, tiling.stages, tiling.block, tiling.workers
     arrivals = max(1, block // kv.page_size)
     return plgpu.kernel(
@@ -222,7 +234,7 @@ def _attend(
 class _Pair:
     """One worker: its memory, its barriers, and how it walks over its units."""
 
-    q_gmem: Any  # [B, K, rows, H]
+    q_gmem: Any  # [B, tiles, rows, H]
     k_gmem: Any  # [L, P, page_size, K, H]
     v_gmem: Any
     table_gmem: Any  # i32 [B, max_pages]
@@ -252,7 +264,7 @@ class _Pair:
 
     def following(self, unit: Unit) -> Unit:
         """The next unit: the next block, else the next head, else the next sequence."""
-        B, K = self.lens_gmem.shape[0], self.q_gmem.shape[1]
+        B, K = self.lens_gmem.shape[0], self.k_gmem.shape[3]
         next_head = unit.at + 1 == unit.last
         next_sequence = next_head & (unit.head + 1 == K)
         sequence = jnp.minimum(jnp.where(next_sequence, unit.sequence + 1, unit.sequence), B - 1)
@@ -314,7 +326,8 @@ class _Pair:
 
     def fetch_queries(self, unit: Unit) -> None:
         there = self.q_smem.at[pl.ds(0, self.q_gmem.shape[2])]
-        plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, unit.head], there, self.q_arrived)
+        tile = lax.div(unit.head, max(1, self.options.shared))
+        plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, tile], there, self.q_arrived)
 
     def attend_unit(self, i: Array, carry: tuple) -> tuple:
         """One step of the online softmax (arXiv 2205.14135); maxima are in units of log 2."""
@@ -395,7 +408,7 @@ class _Pair:
         ]
 
     def store_part(self, unit: Unit, slot: Array, outs: list[Array], maximum: Array, total: Array) -> None:
-        part = unit.sequence * self.q_gmem.shape[1] + unit.head + self.worker
+        part = unit.sequence * self.k_gmem.shape[3] + unit.head + self.worker
         inverse = jnp.where(total > 0, 1.0 / total, 0.0)
         out_smem, width = self.k_smem.at[slot, pl.ds(0, ROWS)], outs[0].shape[1]  # keys and weights are done with
         for c, out in enumerate(outs):
@@ -520,6 +533,7 @@ def _merge_kernel(
     first_part, num_parts = _parts_of(tile, heads // group, lens_gmem, ends_gmem, options)
     layout = plgpu.Layout.WG_STRIDED((group, H), vec_size=group * H // 128)
     head_ids = plgpu.broadcasted_iota(jnp.int32, (group, H), 0, layout=layout)
+    begin = (lax.rem(lax.rem(tile, heads // group), max(1, options.shared)) + token) * group  # row of the first head
 
     def by_head(values: list[Array]) -> Array:
         full = jnp.full((group, H), values[0], jnp.float32)
@@ -530,10 +544,8 @@ def _merge_kernel(
     def step(i, carry):
         acc, maxima, totals = carry
         at = [first_part + jnp.minimum(i * chunk + c, num_parts - 1) for c in range(chunk)]
-        outs = [
-            plgpu.load(parts_gmem.at[part, pl.ds(token * group, group)], layout=layout, optimized=False) for part in at
-        ]
-        lses = [[part_lse_gmem[part, token * group + head] * LOG2_E for part in at] for head in range(group)]
+        outs = [plgpu.load(parts_gmem.at[part, pl.ds(begin, group)], layout=layout, optimized=False) for part in at]
+        lses = [[part_lse_gmem[part, begin + head] * LOG2_E for part in at] for head in range(group)]
         new = [functools.reduce(jnp.maximum, lse, maximum) for lse, maximum in zip(lses, maxima, strict=True)]
         decay = [jnp.exp2(maximum - larger) for maximum, larger in zip(maxima, new, strict=True)]
         acc, totals = acc * by_head(decay), [total * factor for total, factor in zip(totals, decay, strict=True)]

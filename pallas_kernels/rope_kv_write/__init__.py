@@ -1,0 +1,3 @@
+"""Rotary embedding of this step's queries and keys, and the write of its keys and values, in one kernel."""
+
+from jaxserve.pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write as rope_kv_write, unsupported as unsupported

@@ -1,0 +1,112 @@
+"""Rotates queries and keys and writes keys and values into their pages, in place, on NVIDIA Hopper.
+
+How this works. A CUDA block takes `HEADS` heads of one row at a time, of the queries or of the keys; with those of the
+keys go the values of the same heads. The cache is passed as a mutable reference, so the kernel writes the donated
+buffer itself. In XLA the same takes three kernels, and at few rows each costs little but its launch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxserve.pallas_kernels.paged_attention.types import KVCache
+
+MAX_HEADS = 8  # that a CUDA block takes at a time
+MAX_BLOCKS = 1024  # rows that are in work at once
+
+
+def heads_at_a_time(num_heads: int, num_kv_heads: int) -> int:
+    """The most that divide both queries and keys evenly."""
+    return next(c for c in range(MAX_HEADS, 0, -1) if num_heads % c == 0 and num_kv_heads % c == 0)
+
+
+def unsupported(heads: Array, kv: KVCache) -> str | None:
+    """Why the kernel cannot serve this call; None if it can."""
+    (_, total, H), K = heads.shape, kv.k.shape[3]
+    if heads.dtype not in ("bfloat16", "float16") or kv.k.dtype != heads.dtype:
+        return f"heads and cache must both be bfloat16 or both float16, got {heads.dtype} and {kv.k.dtype}"
+    count = heads_at_a_time(total - 2 * K, K)
+    if count * H // 2 % 128:
+        return f"{count} heads at a time of {H} dimensions do not fill the vectors of a warpgroup"
+    return None
+
+
+def rope_kv_write(
+    heads: Array,
+    angles: Array,
+    kv: KVCache,
+    layer: int | Array,
+    page_ids: Array,
+    page_offsets: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, KVCache]:
+    """Rotated queries `[T, N, H]`, and the cache with the rotated keys and the values in `layer`.
+
+    Args:
+        heads: `[T, N + 2 K, H]`, queries, keys and values of each row.
+        angles: f32 `[T, H / 2]`, by which the pair `(x[i], x[i + H/2])` of a row's queries and keys turns.
+        kv: written in place when it was donated.
+        page_ids, page_offsets: i32 `[T]`, where each row's key and value go.
+    """
+    (T, total, H), K = heads.shape, kv.k.shape[3]
+    N = total - 2 * K
+    count = heads_at_a_time(N, K)
+    # One cosine a pair for each of the heads, so that all operands of a rotation have one layout
+    cos, sin = (jnp.broadcast_to(f(angles)[:, None], (T, count, H // 2)) for f in (jnp.cos, jnp.sin))
+    k, v = jax.new_ref(kv.k), jax.new_ref(kv.v)
+    (q,) = plgpu.kernel(
+        functools.partial(_rotate_and_write, count=count),
+        out_type=(jax.ShapeDtypeStruct((T, N, H), heads.dtype),),
+        grid=(min(T, MAX_BLOCKS), (N + K) // count),
+        grid_names=("row", "part"),
+        kernel_name="rope_kv_write",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(heads, cos, sin, page_ids, page_offsets, jnp.asarray(layer, jnp.int32).reshape(1), k, v)
+    return q, KVCache(k=jax.freeze(k), v=jax.freeze(v))
+
+
+def _rotate_and_write(
+    heads_gmem,  # [T, N + 2 K, H]
+    cos_gmem,  # f32 [T, count, H / 2]
+    sin_gmem,
+    page_ids_gmem,  # i32 [T]
+    page_offsets_gmem,  # i32 [T]
+    layer_gmem,  # i32 [1]
+    k_gmem,  # [L, P, page_size, K, H]
+    v_gmem,
+    q_gmem,  # [T, N, H]
+    *,
+    count: int,
+):
+    (T, N, H), K = q_gmem.shape, k_gmem.shape[3]
+    num_blocks, part = min(T, MAX_BLOCKS), lax.axis_index("part")
+    low, high = pl.ds(0, H // 2), pl.ds(H // 2, H // 2)
+    first = lax.axis_index("row")
+
+    def rotated(row):
+        some = pl.ds(part * count, count)
+        a, b = (heads_gmem[row, some, half].astype(jnp.float32) for half in (low, high))
+        cos, sin = cos_gmem[row], sin_gmem[row]
+        return (a * cos - b * sin).astype(q_gmem.dtype), (b * cos + a * sin).astype(q_gmem.dtype)
+
+    def step(i, _):
+        row = first + i * num_blocks
+
+        @pl.when(part < N // count)
+        def _queries():
+            some = pl.ds(part * count, count)
+            q_gmem[row, some, low], q_gmem[row, some, high] = rotated(row)
+
+        @pl.when(part >= N // count)
+        def _keys_and_values():
+            begin = part * count - N
+            some, there = pl.ds(begin, count), (layer_gmem[0], page_ids_gmem[row], page_offsets_gmem[row])
+            k_gmem[*there, some, low], k_gmem[*there, some, high] = rotated(row)
+            v_gmem[*there, some] = heads_gmem[row, pl.ds(N + K + begin, count)]
+
+    lax.fori_loop(0, lax.div(T - first + (num_blocks - 1), num_blocks), step, None)

@@ -1,0 +1,46 @@
+"""A decode step through the Hopper kernels, interpreted, beside the same step in plain XLA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from steps import GEMMA, LLAMA, page_table, step
+
+from jaxserve.layers.decoder import forward
+from jaxserve.layers.kv_cache import init_kv_cache
+from jaxserve.models import get_model
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu
+
+SIZES = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
+PROMPTS = [[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 32], [2, 7, 18, 28]]
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter of Mosaic GPU kernels is not reliable"
+)
+
+
+@pytest.mark.parametrize("hf", [LLAMA | SIZES, GEMMA | SIZES], ids=["one_kind", "two_kinds"])
+def test_the_kernels_give_what_xla_gives(hf, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 2)
+    monkeypatch.setattr("steps.PAGE_SIZE", 8)
+    model = get_model(hf)
+    params = model.init(jax.random.key(0), jnp.bfloat16)
+    kv = init_kv_cache(model.config, num_pages=33, page_size=8, dtype=jnp.bfloat16)
+    kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv)
+    table = page_table(2)
+    run = functools.partial(forward, model, params)
+    _, kv = run(kv, step([], [(0, prompt) for prompt in PROMPTS], table), implementation="xla")
+    decodes = step([(1, len(PROMPTS[0])), (2, len(PROMPTS[1]))], [], table)
+    expected, expected_kv = run(kv, decodes, implementation="xla")
+    with plgpu.force_gpu_interpret_mode():
+        got, got_kv = run(kv, decodes, implementation="mosaic_gpu")
+    tolerance = {"rtol": 0.05, "atol": 0.05}  # a few roundings to bfloat16 a layer; the outputs are of size 1
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **tolerance)
+    for kind in kv:
+        for ours, theirs in ((got_kv[kind].k, expected_kv[kind].k), (got_kv[kind].v, expected_kv[kind].v)):
+            np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), **tolerance)
+    late, _ = run(kv, step([(1, 9), (2, 3)], [], table), implementation="xla")
+    assert not np.allclose(np.asarray(late, np.float32), np.asarray(expected, np.float32), **tolerance)

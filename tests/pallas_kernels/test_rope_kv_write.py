@@ -1,0 +1,77 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels.paged_attention import KVCache
+from jaxserve.pallas_kernels.rope_kv_write import mosaic_gpu, reference, rope_kv_write, unsupported
+
+LAYER = 1
+# T, N, K, H: heads four, two and one at a time, and more rows than are in work at once
+SHAPES = [(5, 8, 4, 64), (3, 4, 2, 128), (7, 4, 1, 256), (6, 16, 8, 64)]
+
+interpreted = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter of Mosaic GPU kernels is not reliable"
+)
+
+
+def inputs(shape, dtype):
+    T, N, K, H = shape
+    rng = np.random.default_rng(T)
+    k, v = (jnp.asarray(rng.standard_normal((2, T + 2, 8, K, H)), dtype) for _ in range(2))
+    heads = jnp.asarray(rng.standard_normal((T, N + 2 * K, H)), dtype)
+    angles = jnp.asarray(rng.uniform(0.0, 1000.0, (T, H // 2)), jnp.float32)
+    pages = jnp.asarray(rng.permutation(T + 2)[:T], jnp.int32)
+    return heads, angles, KVCache(k=k, v=v), pages, jnp.asarray(rng.integers(0, 8, T), jnp.int32)
+
+
+def errors(got, expected, dtype) -> list[float]:
+    """The largest error of queries, keys and values, in units of one rounding of the largest value."""
+    q, kv = got
+    bounds = [float(jnp.finfo(dtype).eps) * np.abs(each).max() for each in expected]
+    pairs = zip((q, kv.k, kv.v), expected, bounds, strict=True)
+    return [float(np.abs(np.asarray(a, np.float32) - b).max() / bound) for a, b, bound in pairs]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_queries_turn_and_keys_and_values_land_in_their_pages(shape, dtype, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "MAX_BLOCKS", 4)
+    heads, angles, kv, pages, offsets = inputs(shape, dtype)
+    expected = reference.rope_kv_write(heads, angles, kv, LAYER, pages, offsets)
+    got = rope_kv_write(heads, angles, kv, jnp.int32(LAYER), pages, offsets, interpret=True)
+    assert max(errors(got, expected, dtype)) < 1
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "wrong",
+    ["no rotation", "turns the other way", "neighbours' angles", "another layer", "another page", "next offset"],
+)
+def test_a_plausible_wrong_answer_is_out_of_bounds(wrong):
+    heads, angles, kv, pages, offsets = inputs(SHAPES[0], jnp.bfloat16)
+    expected = reference.rope_kv_write(heads, angles, kv, LAYER, pages, offsets)
+    layer = 0 if wrong == "another layer" else LAYER
+    angles = {"no rotation": 0 * angles, "turns the other way": -angles, "neighbours' angles": angles[::-1]}.get(
+        wrong, angles
+    )
+    pages = pages[::-1] if wrong == "another page" else pages
+    offsets = (offsets + 1) % 8 if wrong == "next offset" else offsets
+    got = rope_kv_write(heads, angles, kv, jnp.int32(layer), pages, offsets, interpret=True)
+    assert max(errors(got, expected, jnp.bfloat16)) > 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((2, 8, 4, 64), jnp.float32, "both be bfloat16 or both float16, got float32 and float32"),
+        ((2, 9, 3, 64), jnp.bfloat16, "3 heads at a time of 64 dimensions"),
+        ((2, 7, 1, 128), jnp.bfloat16, "1 heads at a time of 128 dimensions"),
+    ],
+)
+def test_what_it_cannot_serve_it_says(shape, dtype, reason):
+    heads, _, kv, *_ = inputs(shape, dtype)
+    assert reason in (unsupported(heads, kv) or "")
+    heads, _, kv, *_ = inputs(SHAPES[0], jnp.bfloat16)
+    assert unsupported(heads, kv) is None
