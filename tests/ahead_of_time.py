@@ -1,16 +1,23 @@
-"""Compiles step programs for an accelerator that is not here and prints their memory as JSON; run as a script.
+"""Compiles step programs for an accelerator that is not here and prints what became of them as JSON; run as a script.
 
     python tests/ahead_of_time.py cpu | tpu | cuda
 
 The model is a small Llama in bfloat16, with its layers in the target's form and a KV cache that is larger than its
 weights. Nothing is allocated: arguments are shapes. A process of its own, since libtpu reads its environment once.
+For cuda, an H200, the steps use the Hopper kernels, which are also compiled one by one.
 """
 
+import collections
+import contextlib
+import dataclasses
 import functools
 import json
 import os
+import re
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # no metadata server to ask
@@ -19,17 +26,27 @@ TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # tests may run beside each other
     "TPU_LOG_DIR": "disabled",
 }
-os.environ.update(TPU_ENVIRONMENT, JAX_PLATFORMS="cpu")
+PTXAS_FILES = tempfile.TemporaryDirectory()  # what the assembler says of each kernel's registers
+CUDA_ENVIRONMENT = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": PTXAS_FILES.name}
+os.environ.update(TPU_ENVIRONMENT | CUDA_ENVIRONMENT, JAX_PLATFORMS="cpu")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
+from jax.sharding import (  # noqa: E402
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
 
 from jaxserve.layers.decoder import stack_layers  # noqa: E402
 from jaxserve.layers.kv_cache import init_kv_cache  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
+from jaxserve.pallas_kernels import paged_attention  # noqa: E402
+from jaxserve.runner import COMPILER_OPTIONS  # noqa: E402
 from jaxserve.step_programs import StepShape, forward_step  # noqa: E402
 
 LLAMA = {
@@ -44,10 +61,38 @@ LLAMA = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-NUM_PAGES, PAGE_SIZE, MAX_PAGES, NUM_SLOTS = 2048, 64, 64, 32
+PAGE_SIZE, MAX_PAGES, NUM_SLOTS = 64, 64, 32
+# On cuda more than half of the card's memory: XLA counts what is donated twice, and once computed matmuls twice for it
+NUM_PAGES = {"cpu": 2048, "tpu": 2048, "cuda": 80 * 1024}
 SHAPES = {
     "decode": StepShape(decode_rows=16, prefill_tokens=0, prefill_seqs=0),
     "mixed": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelShape:
+    num_seqs: int
+    heads: tuple[int, int, int]  # N, K, H
+    page_size: int = 64
+    q_len: int = 1  # of a sequence that decodes
+    prefill_rows: int = 0  # of all sequences; 0 = they decode
+
+    @property
+    def rows(self) -> int:
+        return self.prefill_rows or self.num_seqs * self.q_len
+
+
+KERNELS = {
+    "decode_32_8_128": KernelShape(num_seqs=64, heads=(32, 8, 128)),
+    "decode_24_8_128": KernelShape(num_seqs=64, heads=(24, 8, 128)),  # an odd group
+    "decode_28_4_128": KernelShape(num_seqs=4, heads=(28, 4, 128)),
+    "decode_9_3_64": KernelShape(num_seqs=64, heads=(9, 3, 64), page_size=16),
+    "decode_8_4_64_eight_tokens": KernelShape(num_seqs=16, heads=(8, 4, 64), q_len=8),
+    "decode_8_4_256": KernelShape(num_seqs=16, heads=(8, 4, 256)),
+    "prefill_32_8_128_one_sequence": KernelShape(num_seqs=1, heads=(32, 8, 128), prefill_rows=512),
+    "prefill_9_3_64": KernelShape(num_seqs=4, heads=(9, 3, 64), page_size=16, prefill_rows=512),
+    "prefill_8_4_256": KernelShape(num_seqs=4, heads=(8, 4, 256), prefill_rows=512),
 }
 
 
@@ -62,14 +107,14 @@ def target(platform: str):
     return topology.devices[0]
 
 
-def arguments(model, place: SingleDeviceSharding, *, stacked: bool):
+def arguments(model, platform: str, place: SingleDeviceSharding):
     """Shapes of the parameters, the KV cache and the sequences' state, on the target."""
 
     def make():
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), model.abstract_params(jnp.bfloat16))
-        if stacked:
+        if platform != "cpu":
             params = {**params, "layers": stack_layers(params["layers"], model.layer_kinds)}
-        kv = init_kv_cache(model.config, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.bfloat16)
+        kv = init_kv_cache(model.config, num_pages=NUM_PAGES[platform], page_size=PAGE_SIZE, dtype=jnp.bfloat16)
         return params, kv, init_sequences(NUM_SLOTS, MAX_PAGES)
 
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), jax.eval_shape(make))
@@ -79,19 +124,102 @@ def num_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def lowering_for(platform: str):
+    """The context of tracing and lowering: Pallas asks a mesh which GPU it is for."""
+    if platform != "cuda":
+        return contextlib.nullcontext()
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device))
+
+
+def compile_for(platform: str, function, *args, **options):
+    if platform == "cuda":
+        options["compiler_options"] = COMPILER_OPTIONS["gpu"]
+    with lowering_for(platform):
+        lowered = jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform,))
+    return lowered.compile()
+
+
+def compile_kernel(shape: KernelShape, place: SingleDeviceSharding) -> dict:
+    """Registers and spilled bytes of a thread, in the worst of the call's kernels."""
+    files = Path(PTXAS_FILES.name)
+    for file in files.iterdir():
+        file.unlink()
+
+    def struct(shape: tuple[int, ...], dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    N, K, H = shape.heads
+    pages = struct((2, 256, shape.page_size, K, H), jnp.bfloat16)
+    batch = paged_attention.AttentionBatch(
+        page_table=struct((shape.num_seqs, 64), jnp.int32),
+        kv_lens=struct((shape.num_seqs,), jnp.int32),
+        cu_q_lens=struct((shape.num_seqs + 1,), jnp.int32) if shape.prefill_rows else None,
+        max_q_len=shape.q_len,
+    )
+    attention = functools.partial(
+        paged_attention.paged_attention, scale=H**-0.5, return_lse=True, implementation="mosaic_gpu"
+    )
+    q, kv = struct((shape.rows, N, H), jnp.bfloat16), paged_attention.KVCache(k=pages, v=pages)
+    compile_for("cuda", attention, q, kv, struct((), jnp.int32), batch)
+    said = "".join(file.read_text(encoding="utf-8") for file in files.glob("*ptxas*"))
+    return {
+        "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
+        "spilled_bytes": max(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+    }
+
+
+def inside_and_outside_the_loop(hlo: str) -> tuple[str, str]:
+    """The computations of a program that the loop over the layers reaches, and the others."""
+    computations = dict(re.findall(r"^(?:ENTRY )?(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL))
+
+    def reached(name: str, found: set[str]) -> set[str]:
+        found.add(name)
+        for other in computations.keys() & set(re.findall(r"%[\w.-]+", computations[name])) - found:
+            reached(other, found)
+        return found
+
+    loops = [reached(body, set()) for body in re.findall(r"body=(%[\w.-]+)", hlo)]
+    (loop,) = [names for names in loops if any("mosaic_gpu" in computations[name] for name in names)]
+    parts = {True: "", False: ""}
+    for name, text in computations.items():
+        parts[name in loop] += text
+    return parts[True], parts[False]
+
+
+def operations(hlo: str) -> dict:
+    calls = re.findall(r'custom_call_target="mosaic_gpu.*op_name="[^"]*?([^/"]*)/[^/"]*"', hlo)
+    return {
+        "matmuls": hlo.count('custom_call_target="__cublas') + hlo.count(" dot("),
+        "kernels": collections.Counter(calls),
+        "cumulative_sums": hlo.count(" reduce-window("),
+        "sorts": hlo.count(" sort("),
+    }
+
+
+def compile_step(model, shape: StepShape, platform: str, place: SingleDeviceSharding, args) -> dict:
+    ints = jax.ShapeDtypeStruct((shape.num_ints,), jnp.int32, sharding=place)
+    step = functools.partial(forward_step, model, shape=shape)
+    compiled = compile_for(platform, step, *args, ints, donate_argnums=(1, 2))
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    found = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
+    if platform == "cuda":
+        inside, outside = inside_and_outside_the_loop(compiled.as_text() or "")
+        found |= {"in_loop": operations(inside), "outside": operations(outside)}
+    return found
+
+
 def main(platform: str) -> None:
     model = get_model(LLAMA)
     place = SingleDeviceSharding(target(platform))
-    params, kv, sequences = arguments(model, place, stacked=platform != "cpu")
-    options = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}} if platform == "cuda" else {}
-    programs = {}
-    for name, shape in SHAPES.items():
-        step = jax.jit(functools.partial(forward_step, model, shape=shape), donate_argnums=(1, 2), **options)
-        ints = jax.ShapeDtypeStruct((shape.num_ints,), jnp.int32, sharding=place)
-        lowered = step.trace(params, kv, sequences, ints).lower(lowering_platforms=(platform,))
-        memory = lowered.compile().memory_analysis()
-        programs[name] = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
-    print(json.dumps({"weights_bytes": num_bytes(params), "cache_bytes": num_bytes(kv), "programs": programs}))
+    args = arguments(model, platform, place)
+    result: dict = {"weights_bytes": num_bytes(args[0]), "cache_bytes": num_bytes(args[1])}
+    if platform == "cuda":
+        paged_attention._preferred = lambda: "mosaic_gpu"  # as on a Hopper card
+        result["kernels"] = {name: compile_kernel(shape, place) for name, shape in KERNELS.items()}
+    result["programs"] = {name: compile_step(model, shape, platform, place, args) for name, shape in SHAPES.items()}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Step programs compile for accelerators that are not here, and hide no copy of the weights or the KV cache.
 
 The temporary memory of a compiled program is the cheapest detector of such a copy: arguments are donated or read in
-place, so what is left is activations.
+place, so what is left is activations. For the H200 they also use the Hopper kernels, and do nothing twice.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ PROGRAM = Path(__file__).parent / "ahead_of_time.py"
 COMPILERS = Path(sys.prefix) / "ahead-of-time"  # scripts/check installs them there, apart from jax
 
 
+@functools.cache
 def compiled_for(platform: str) -> dict:
     command = [sys.executable, str(PROGRAM), platform]
     environment = {**os.environ, "PYTHONPATH": str(COMPILERS)}
@@ -45,3 +47,35 @@ def test_step_programs_copy_neither_the_weights_nor_the_cache(platform):
         assert program["alias_bytes"] >= found["cache_bytes"], f"{name}: the cache is not donated"
         assert program["temp_bytes"] < found["weights_bytes"] / 2, name
         assert program["temp_bytes"] < found["cache_bytes"] / 8, name
+
+
+@pytest.mark.full
+@needs("jax_cuda13_plugin")
+def test_hopper_kernels_keep_what_they_work_on_in_registers():
+    for name, kernel in compiled_for("cuda")["kernels"].items():
+        assert kernel["registers"] > 0, name
+        assert kernel["spilled_bytes"] <= (128 if "_256" in name else 0), name
+
+
+@pytest.mark.full
+@needs("jax_cuda13_plugin")
+@pytest.mark.parametrize(("name", "regions"), [("decode", ("decode",)), ("mixed", ("decode", "prefill"))])
+def test_steps_on_the_h200_use_the_kernels_and_compute_no_matmul_twice(name, regions):
+    program, unrolled = compiled_for("cuda")["programs"][name], 4
+    kernels = program["in_loop"]["kernels"]
+    for region in regions:
+        assert kernels[f"paged_attention_{region}"] == unrolled
+    assert kernels["paged_attention_merge"] == unrolled
+    assert program["in_loop"]["matmuls"] == 4 * unrolled  # q k v, o, gate and up, down
+    assert program["outside"]["matmuls"] == 0
+    assert not program["outside"]["kernels"]
+
+
+@pytest.mark.full
+@needs("jax_cuda13_plugin")
+def test_steps_on_the_h200_plan_their_attention_before_the_loop_over_layers():
+    programs = compiled_for("cuda")["programs"]
+    for name, program in programs.items():
+        assert program["in_loop"]["cumulative_sums"] == program["in_loop"]["sorts"] == 0, name
+        assert program["outside"]["cumulative_sums"] > 0, name
+    assert programs["mixed"]["outside"]["sorts"] > 0

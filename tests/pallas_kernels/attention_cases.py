@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxserve.pallas_kernels.paged_attention import AttentionBatch, KVCache
 
@@ -55,10 +56,26 @@ CASES = (
     Case(name="prefill_32_8_128", kv_lens=(40, 20), q_lens=(30, 20), rows=64, heads=(32, 8, 128)),
     Case(name="prefill_head_dim_256", kv_lens=(40,), q_lens=(40,), rows=64, heads=(8, 4, 256), soft_cap=50.0),
     Case(name="prefill_page_64", kv_lens=(130, 64), q_lens=(70, 64), rows=134, page_size=64),
+    Case(name="decode_page_128", kv_lens=(300, 0, 128, 65), page_size=128),
+    Case(name="decode_eight_tokens_of_eight_heads", kv_lens=(150, 8, 0, 5), max_q_len=8, heads=(16, 2, 128)),
+    Case(name="decode_three_tokens_of_seven_heads", kv_lens=(70, 3), max_q_len=3, heads=(14, 2, 64)),
+    Case(name="decode_three_heads_of_128", kv_lens=(70, 130), heads=(6, 2, 128)),
+    Case(name="prefill_rows_in_place", kv_lens=(300,), q_lens=(128,), rows=128, heads=(4, 2, 64)),
+    Case(name="prefill_rows_in_place_padded", kv_lens=(100,), q_lens=(100,), rows=128, heads=(4, 2, 64)),
+    Case(name="prefill_rows_in_place_empty_tile", kv_lens=(120,), q_lens=(100,), rows=256, heads=(4, 2, 64)),
+    Case(
+        name="prefill_many_short",
+        kv_lens=(3, 9, 1, 70, 5, 200, 7, 0, 4, 40),
+        q_lens=(3, 7, 1, 6, 5, 2, 7, 0, 4, 1),
+        rows=48,
+        heads=(4, 2, 64),
+    ),
+    Case(name="prefill_page_128", kv_lens=(260, 64), q_lens=(70, 64), rows=150, page_size=128, heads=(2, 1, 256)),
+    Case(name="prefill_page_256", kv_lens=(300, 256), q_lens=(70, 64), rows=134, page_size=256, heads=(2, 1, 64)),
 )
 
 
-def inputs(case: Case, dtype, *, unused: float = np.nan) -> tuple[np.ndarray, KVCache, AttentionBatch]:
+def inputs(case: Case, dtype, *, unused: float = np.nan) -> tuple[Array, KVCache, AttentionBatch]:
     """Random queries and cache; slots that hold no token hold `unused`, and spare page-table entries a wild id."""
     rng = np.random.default_rng(len(case.name))
     N, K, H = case.heads

@@ -1,0 +1,156 @@
+"""How the Hopper kernels share out their work, without the kernels: random regions, and what a worker would walk."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels.paged_attention import AttentionBatch
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import decode, prefill
+
+TILING = decode.Tiling(block=64, stages=3, pairs=2, blocks=7)
+
+
+def decode_batch(kv_lens, q_len: int) -> AttentionBatch:
+    return AttentionBatch(
+        page_table=jnp.zeros((len(kv_lens), 1), jnp.int32), kv_lens=jnp.asarray(kv_lens, jnp.int32), max_q_len=q_len
+    )
+
+
+def visible_blocks(kv_len: int, q_len: int, window: int | None) -> range:
+    """Blocks with a position that some query row sees; an empty sequence has one of its own."""
+    rows = [position for position in range(kv_len - q_len, kv_len) if position >= 0]
+    if not rows:
+        return range(1)
+    lowest = 0 if window is None else max(0, rows[0] - window + 1)
+    return range(lowest // TILING.block, rows[-1] // TILING.block + 1)
+
+
+def all_units(kv_lens, num_heads: int, q_len: int, window: int | None) -> list[tuple[int, int, int]]:
+    """(sequence, head, block) in the order in which they are numbered."""
+    return [
+        (s, head, block)
+        for s, n in enumerate(kv_lens)
+        for head in range(num_heads)
+        for block in visible_blocks(n, q_len, window)
+    ]
+
+
+def walk(work: decode.Work, worker: int, kv_lens, num_heads: int, q_len: int, window: int | None):
+    """The units of one worker, from its first on."""
+    sequence, head, at = (int(x[worker]) for x in (work.begin.sequence, work.begin.head, work.begin.at))
+    for _ in range(int(work.count[worker])):
+        yield sequence, head, at
+        at += 1
+        if at == visible_blocks(kv_lens[sequence], q_len, window).stop:
+            head += 1
+            if head == num_heads:
+                sequence, head = sequence + 1, 0
+            if sequence < len(kv_lens):
+                at = visible_blocks(kv_lens[sequence], q_len, window).start
+
+
+LENGTHS = {
+    "all_kinds": lambda rng: rng.integers(0, 2000, 9) * rng.integers(0, 2, 9),
+    "one_long": lambda rng: np.array([1, 0, 8000, 3, 64, 65, 63, 128, 0]),
+    "few_units": lambda rng: rng.integers(0, 65, 9) * (np.arange(9) % 4 == 0),
+    "empty": lambda rng: np.zeros(9, int),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("num_heads", "q_len", "window"), [(3, 1, None), (1, 4, None), (2, 1, 100), (4, 8, 64)])
+def test_decode_workers_share_all_units_equally(num_heads, q_len, window, lengths):
+    plan = jax.jit(functools.partial(decode.plan, num_kv_heads=num_heads, sliding_window=window, tiling=TILING))
+    for seed in range(10):
+        kv_lens = LENGTHS[lengths](np.random.default_rng(seed)).tolist()
+        work = jax.tree.map(np.asarray, plan(decode_batch(kv_lens, q_len)))
+        assert work.count.max() - work.count.min() <= 1
+        found = [list(walk(work, w, kv_lens, num_heads, q_len, window)) for w in range(TILING.workers)]
+        expected = all_units(kv_lens, num_heads, q_len, window)
+        assert [*itertools.chain(*found)] == expected
+        ends = np.cumsum([num_heads * len(visible_blocks(n, q_len, window)) for n in kv_lens])
+        np.testing.assert_array_equal(work.ends, ends)
+        check_parts(found, num_heads)
+        check_what_a_worker_knows_of_its_first_unit(work, kv_lens, q_len, window)
+
+
+def check_parts(found, num_heads: int) -> None:
+    """Part t + w of tile t and worker w: those of a tile are consecutive, and no two share an index."""
+    parts: dict[int, list[int]] = {}
+    for worker, units in enumerate(found):
+        for sequence, head in dict.fromkeys(unit[:2] for unit in units):
+            tile = sequence * num_heads + head
+            parts.setdefault(tile, []).append(tile + worker)
+    indices = [*itertools.chain(*parts.values())]
+    assert len(set(indices)) == len(indices)
+    assert max(indices) < len(parts) + TILING.workers
+    for mine in parts.values():
+        assert mine == list(range(mine[0], mine[0] + len(mine)))
+
+
+def check_what_a_worker_knows_of_its_first_unit(work: decode.Work, kv_lens, q_len: int, window: int | None) -> None:
+    for worker in np.flatnonzero(work.count):
+        kv_len = kv_lens[work.begin.sequence[worker]]
+        blocks = visible_blocks(kv_len, q_len, window)
+        assert work.begin.kv_len[worker] == kv_len
+        assert (work.begin.first[worker], work.begin.last[worker]) == (blocks.start, blocks.stop)
+
+
+def prefill_batch(kv_lens, q_lens) -> AttentionBatch:
+    return AttentionBatch(
+        page_table=jnp.zeros((len(kv_lens), 1), jnp.int32),
+        kv_lens=jnp.asarray(kv_lens, jnp.int32),
+        cu_q_lens=jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32),
+    )
+
+
+QUERIES = {  # rows of the region, query tokens of its sequences
+    "mixed": lambda rng: (600, rng.integers(0, 120, 5)),
+    "full": lambda rng: (512, rng.multinomial(512, [0.6, 0.3, 0.1, 0.0])),
+    "shorter_than_a_unit": lambda rng: (64, rng.integers(0, 8, 9)),
+    "multiples_of_a_tile": lambda rng: (512, np.array([128, 0, 256, 128])),
+    "lone": lambda rng: (256, rng.integers(1, 257, 1)),
+    "empty": lambda rng: (16, np.zeros(2, int)),
+}
+
+
+@pytest.mark.parametrize("queries", QUERIES)
+def test_every_prefill_row_is_in_one_tile_and_heavy_tiles_come_first(queries):
+    plan = jax.jit(prefill.plan, static_argnums=1)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        num_rows, q_lens = QUERIES[queries](rng)
+        kv_lens = q_lens + rng.integers(0, 900, q_lens.size) * (q_lens > 0)
+        work = jax.tree.map(np.asarray, plan(prefill_batch(kv_lens, q_lens), num_rows))
+        live = int(work.num_tiles[0])
+        assert (work.num_rows[:live] > 0).all()
+        assert (work.num_rows[live:] == 0).all()
+        assert (np.diff(work.position[:live]) <= 0).all()
+        assert sorted(work.tile) == list(range(work.tile.size))
+        check_rows(work, live, kv_lens, q_lens)
+        # What a tile loads stays in the view, in which any row may be read, and what it stores in the output
+        assert (work.row[:live] * prefill.UNIT + prefill.TILE).max(initial=0) <= work.view.size
+        assert work.view.min() >= 0
+        assert work.view.max() < num_rows
+        assert work.place.min() >= 0
+        assert work.place.max() < work.tile.size * prefill.TILE
+
+
+def check_rows(work: prefill.Work, live: int, kv_lens, q_lens) -> None:
+    """Every query row is one row of one tile, which knows its sequence, its position and its place in the output."""
+    starts = np.cumsum(q_lens) - q_lens
+    covered = []
+    for i in range(live):
+        sequence = work.sequence[i]
+        for r in range(work.num_rows[i]):
+            row = work.view[work.row[i] * prefill.UNIT + r]
+            offset = row - starts[sequence]
+            assert 0 <= offset < q_lens[sequence]
+            assert work.position[i] + r == kv_lens[sequence] - q_lens[sequence] + offset
+            assert work.place[row] == work.tile[i] * prefill.TILE + r
+            covered.append(row)
+    assert sorted(covered) == list(range(q_lens.sum()))
