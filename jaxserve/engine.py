@@ -56,7 +56,7 @@ class EngineCore:
         pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
         scheduler = Scheduler(scheduler_config, pool, enable_prefix_caching=config.cache.enable_prefix_caching)
         blocks = config.runtime.warm_up == "blocking"
-        threads = min(4, os.cpu_count() or 1) if blocks else 1  # beside running steps one thread has to do
+        threads = min(8, os.cpu_count() or 1) if blocks else 1  # beside running steps one thread has to do
         runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
         if config.runtime.warm_up != "off":
             runner.warm_up(block=blocks)
