@@ -4,7 +4,8 @@
                        prefill of a large batch is staggered inside it, as it is in the peer's figure
     tpot_BxC_decode    the same from 64 steps that only decode
     prefill_64x1024    tokens a second of the call that makes one token each
-    start_8b           `LLM(...)` to ready, with every default program compiled or found in the compile cache
+    start_8b           `LLM(...)` to ready, with every default program compiled or found in the compile cache; the peer
+                       is vLLM's start with CUDA graphs
 
 The peer, vLLM 0.23 on one H200 (bfloat16, CUDA graphs, prefix caching off), was measured with the same settings:
 greedy, ignore_eos, no detokenising, in-process step loop, max_num_seqs 256, token budget 8192, memory 0.85.
@@ -64,15 +65,14 @@ def decode_s(llm: LLM, case: Case) -> float:
     """Seconds a step, over steps in which every sequence decodes and none is read in."""
     engine = llm.llm_engine
     for i, prompt in enumerate(prompts(case)):
-        engine.add_request(str(i), prompt, sampling(NUM_STEPS + 40))
-    while sum(len(output.outputs[0].token_ids) > 0 for output in engine.step()) < case.batch:
+        engine.add_request(str(i), prompt, sampling(NUM_STEPS + 200))
+    while len(engine.step()) < case.batch:  # each step gives a token of every sequence that decodes
         pass
-    for _ in range(4):
-        engine.step()
     began = time.perf_counter()
     for _ in range(NUM_STEPS):
-        engine.step()
+        assert len(engine.step()) == case.batch, "a sequence ended, or did not decode, in the time that is measured"
     elapsed = time.perf_counter() - began
+    engine.abort_request([str(i) for i in range(case.batch)])
     while engine.has_unfinished_requests():
         engine.step()
     return elapsed / NUM_STEPS

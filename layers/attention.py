@@ -11,6 +11,7 @@ from jaxserve.layers.kv_cache import KVCache, StepBatch, write_kv
 from jaxserve.layers.linear import Weight, linear
 from jaxserve.layers.rope import apply_rope
 from jaxserve.pallas_kernels import rope_kv_write
+from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import Implementation, paged_attention, prepare
 
 
@@ -73,9 +74,12 @@ def _rotate_and_write(
     heads: Array, frequencies: np.ndarray, kv: KVCache, layer: int | Array, batch: StepBatch
 ) -> tuple[Array, KVCache]:
     on_hopper = any(region is not None and region.work is not None for region in (batch.decode, batch.prefill))
-    if on_hopper and not rope_kv_write.unsupported(heads, kv):
+    reason = rope_kv_write.unsupported(heads, kv) if on_hopper else "another device"
+    if reason is None:
         angles = batch.positions.astype(jnp.float32)[:, None] * frequencies[None, :]
         return rope_kv_write.rope_kv_write(heads, angles, kv, layer, batch.page_ids, batch.page_offsets)
+    if on_hopper:
+        say_once("the write of keys and values", reason)
     K = kv.k.shape[3]
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)
     q, k = (apply_rope(x, batch.positions, frequencies) for x in (q, k))

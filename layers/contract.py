@@ -10,13 +10,15 @@ from jaxtyping import Num
 
 
 def contract(x: Num[Array, "T in"], w: Num[Array, "out in"], out_dtype: DTypeLike) -> Num[Array, "T out"]:
-    """Products of the rows of x with the rows of w, summed in float32 (integers: in `out_dtype`), as `out_dtype`."""
+    """Products of the rows of x with the rows of w, as `out_dtype`; on CPU summed in float32 (integers: in that)."""
     few = outputs_first(x.shape[0], w.shape[0], w.shape[1], w.dtype.itemsize)
     on_cpu = functools.partial(_by_outputs if few else _by_rows, accumulator=_accumulator(out_dtype))
-    # An accelerator's matmul rounds its float32 sums itself; asked for float32 it would write twice the bytes
-    elsewhere = functools.partial(_by_rows, accumulator=out_dtype)
+    # An accelerator's matmul rounds its own sums; asked for float32 it would write twice the bytes
     return jax.lax.platform_dependent(
-        x, w, cpu=lambda x, w: on_cpu(x, w).astype(out_dtype), default=lambda x, w: elsewhere(x, w)
+        x,
+        w,
+        cpu=lambda x, w: on_cpu(x, w).astype(out_dtype),
+        default=functools.partial(_by_rows, accumulator=out_dtype),
     )
 
 

@@ -48,6 +48,8 @@ def main() -> None:
     """The console script."""
     code = run(sys.argv[1:])
     if code == INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)  # a usual exit waits for the programs that are being compiled
     sys.exit(code)
 

@@ -1,18 +1,15 @@
 """Attention over the paged KV cache."""
 
 import dataclasses
-import functools
-import logging
 from typing import Any, Literal
 
 import jax
 from jax import Array
 from jaxtyping import Float, Int
 
+from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import mosaic_gpu, xla
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch, KVCache as KVCache
-
-logger = logging.getLogger(__name__)
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
@@ -37,6 +34,7 @@ def paged_attention(
 
     Args:
         layer: index of the layer in the cache of its kind.
+        batch: as it is, or as `prepare` returned it for these lengths and this sliding window.
         implementation: None chooses by backend and falls back; a name is used or refused.
     Returns:
         `[rows, N, H]` in q.dtype; with `return_lse` also float32 `[rows, N]`, the natural logarithm of the sum of
@@ -87,10 +85,5 @@ def _choose(q: Array, kv: KVCache, batch: AttentionBatch) -> Implementation:
         return "xla"
     reason = mosaic_gpu.unsupported(q, kv, batch)
     if reason:
-        _say_once(reason)
+        say_once("paged attention", reason)
     return "xla" if reason else "mosaic_gpu"
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.warning("paged attention falls back to the slower implementation 'xla': %s", reason)

@@ -15,6 +15,26 @@ SWIZZLED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  #
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
+def page_ids(table: Any, sequence: Array, kv_len: Array, begin: Array, block: int, page_size: int) -> list[Array]:
+    """Ids of the pages of positions `[begin, begin + block)` of a sequence, from a table `[S, max_pages]`.
+
+    Beyond the sequence it is its last page again, and for an empty one the null page.
+    """
+    first = lax.div(begin, page_size)
+    last = jnp.maximum(lax.div(kv_len + (page_size - 1), page_size) - 1, 0)
+    indices = [jnp.minimum(first + j, last) for j in range(max(1, block // page_size))]
+    return [jnp.where(kv_len > 0, table[sequence, index], 0) for index in indices]
+
+
+def fetch_block(pages: Any, ids: list[Array], begin: Array, head: Array, target: Any, arrived: Any) -> None:
+    """Starts the copies of one head of a block, from pages `[P, page_size, K, H]` to `[block, H]`."""
+    block, page_size = target.shape[0], pages.shape[1]
+    size = min(block, page_size)
+    part = pl.ds(lax.rem(begin, page_size), size) if size < page_size else slice(None)
+    for j, page in enumerate(ids):
+        plgpu.copy_gmem_to_smem(pages.at[page, part, head], target.at[pl.ds(j * size, size)], arrived)
+
+
 def capped(scores: Array, scale: float, soft_cap: float | None) -> tuple[Array, float]:
     """Scores, scaled and capped, but for a factor that turns them into units of log 2.
 
@@ -28,7 +48,10 @@ def capped(scores: Array, scale: float, soft_cap: float | None) -> tuple[Array, 
 
 
 def zero_unwritten(values_smem: Any, num_written: Array) -> None:
-    """Clears the rows of values `[block, H]` from `num_written` on: a weight of zero does not silence a NaN."""
+    """Clears the rows of values `[block, H]` from `num_written` on: a weight of zero does not silence a NaN.
+
+    Two warpgroups may do this to the same block: what the second writes is what is there already.
+    """
     for c in range(0, values_smem.shape[1], 64):
         some = values_smem.at[:, pl.ds(c, 64)]
         values = plgpu.load(some, layout=plgpu.Layout.WGMMA)

@@ -6,7 +6,7 @@ from jax import Array
 from jaxserve.pallas_kernels.paged_attention import mosaic_gpu_decode as decode, mosaic_gpu_prefill as prefill
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
-SHARED_MEMORY_BYTES = 232_448 - 4096  # of a CUDA block on Hopper, less what barriers and scratch take
+SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block on Hopper, less what barriers and scratch take
 
 
 def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
@@ -16,7 +16,7 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
         return f"queries and cache must both be bfloat16 or both float16, got {q.dtype} and {kv.k.dtype}"
     if H not in (64, 128, 256):
         return f"head_dim must be 64, 128 or 256, got {H}"
-    if kv.page_size % 8 or (kv.page_size > 64 and kv.page_size % 128):
+    if kv.page_size not in (8, 16, 32, 64) and kv.page_size % 128:
         return f"page_size must be 8, 16, 32, 64 or a multiple of 128, got {kv.page_size}"
     if batch.cu_q_lens is None and batch.max_q_len * decode.padded_group(N // K, H) > decode.ROWS:
         return f"at most {decode.ROWS} query rows a KV head, got {batch.max_q_len} tokens of {N // K} heads"
@@ -56,16 +56,20 @@ def paged_attention(
 
 
 def decode_tiling(kv: KVCache) -> decode.Tiling:
-    """Two workers a multiprocessor, as many units ahead as fit; one where the output fills the registers."""
-    H = kv.k.shape[4]
-    pairs, block = (1, 64) if H > 128 else (2, 64)
+    """Two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then fit.
+
+    At head_dim 128 these are three. One worker with blocks of 128 was slower on an H200 at five of the seven shapes of
+    `benchmarks/shapes.py`.
+    """
+    H, block = kv.k.shape[4], 64
+    pairs = 1 if H > 128 else 2
     queries, unit = decode.ROWS * H * 2, 2 * block * H * 2
-    stages = min(6, (SHARED_MEMORY_BYTES // pairs - queries) // unit)
+    stages = (SHARED_MEMORY_BYTES // pairs - queries) // unit
     return decode.Tiling(block=block, pairs=pairs, stages=stages, blocks=num_multiprocessors())
 
 
 def prefill_tiling(kv: KVCache) -> prefill.Tiling:
-    """Scores and output of a warpgroup must share its registers."""
+    """Scores and output of a warpgroup must share its registers. A third stage was 3 to 4 % slower on an H200."""
     block = 128 if kv.k.shape[4] <= 128 else 64
     return prefill.Tiling(block=block, stages=2, multiprocessors=num_multiprocessors())
 

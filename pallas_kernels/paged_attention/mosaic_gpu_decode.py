@@ -28,8 +28,10 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     ROWS,
     SWIZZLED,
     capped,
+    fetch_block,
     iota,
     over,
+    page_ids,
     zero_unwritten,
     zeros,
 )
@@ -56,7 +58,8 @@ class Options:
 
     q_len: int  # query rows of a sequence
     group: int  # query heads of a KV head, padded
-    shared: int  # KV heads whose query heads lie in the rows of one tile; each attends with its own and drops the rest
+    shared: int  # KV heads whose query heads lie in the rows of one tile; each drops the rows of the others
+    as_they_are: bool  # the queries are such tiles already
     scale: float
     sliding_window: int | None
     soft_cap: float | None
@@ -84,6 +87,7 @@ class Work:
     ends: Array  # i32 [B], units of the sequences up to and with this one
     count: Array  # i32 [workers], units of each worker
     begin: Unit  # i32 [workers], the first of them
+    sliding_window: int | None = dataclasses.field(metadata={"static": True})  # that this holds for
 
 
 def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, tiling: Tiling) -> Work:
@@ -105,7 +109,7 @@ def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, t
         first=first[sequence],
         last=last[sequence],
     )
-    return Work(ends=ends, count=starts[1:] - starts[:-1], begin=begin)
+    return Work(ends=ends, count=starts[1:] - starts[:-1], begin=begin, sliding_window=sliding_window)
 
 
 def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: int) -> tuple[Array, Array]:
@@ -121,7 +125,7 @@ def _first_unit(worker: Array, share: Array, rest: Array) -> Array:
 
 
 def _worker_of(unit: Array, share: Array, rest: Array) -> Array:
-    """The inverse."""
+    """The worker that has `unit`."""
     large = rest * (share + 1)
     return jnp.where(unit < large, lax.div(unit, share + 1), rest + lax.div(unit - large, jnp.maximum(share, 1)))
 
@@ -146,10 +150,13 @@ def paged_attention(
 ) -> tuple[Array, Array]:
     """Output `[B * q_len, N, H]` in q.dtype and float32 log-sum-exp `[B * q_len, N]`; see the package's docstring."""
     (_, N, H), K = q.shape, kv.k.shape[3]
+    assert (work.sliding_window, work.count.shape) == (sliding_window, (tiling.workers,)), "prepared for other layers"
+    as_they_are = _are_tiles(N, K, H, batch.max_q_len)
     options = Options(
         q_len=batch.max_q_len,
         group=padded_group(N // K, H),
-        shared=_shared(N, K, H, batch.max_q_len),
+        shared=max(1, 8 // (N // K)) if as_they_are else 1,
+        as_they_are=as_they_are,
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -163,18 +170,16 @@ def paged_attention(
     return out.reshape(*heads, H)[:, :, : N // K].reshape(q.shape), lse.reshape(heads)[:, :, : N // K].reshape(-1, N)
 
 
-def _shared(N: int, K: int, H: int, q_len: int) -> int:
-    """KV heads to a tile of eight rows, if those are then the queries as they are; 0 if the tiles must be made."""
+def _are_tiles(N: int, K: int, H: int, q_len: int) -> bool:
+    """Whether every eight query heads, or the group of a KV head, make a tile without padding."""
     group = N // K
-    if q_len > 1 or group != padded_group(group, H) or N % 8 or (8 % group and group % 8):
-        return 0
-    return max(1, 8 // group)
+    return q_len == 1 and group == padded_group(group, H) and N % 8 == 0 and (8 % group == 0 or group % 8 == 0)
 
 
 def _tiles(q: Array, K: int, options: Options) -> Array:
     """Queries by tile, `[B, tiles, rows, H]`: rows are (query token, head of the group), in whole swizzles of eight."""
     (num_rows, N, H), q_len = q.shape, options.q_len
-    if options.shared:
+    if options.as_they_are:
         return q.reshape(num_rows, K // options.shared, -1, H)
     tiles = q.reshape(num_rows // q_len, q_len, K, N // K, H).transpose(0, 2, 1, 3, 4)
     tiles = jnp.pad(tiles, ((0, 0),) * 3 + ((0, options.group - N // K), (0, 0)))
@@ -225,7 +230,12 @@ def _attend(
         batch.page_table,
         batch.kv_lens,
         work.count,
-        *jax.tree.leaves(work.begin),
+        work.begin.sequence,
+        work.begin.head,
+        work.begin.at,
+        work.begin.kv_len,
+        work.begin.first,
+        work.begin.last,
         jnp.asarray(layer, jnp.int32).reshape(1),
     )
 
@@ -277,39 +287,21 @@ class _Pair:
     # The warpgroup that fetches
 
     def fetch(self) -> None:
-        layer = self.layer_gmem[0]
+        layer, page_size = self.layer_gmem[0], self.k_gmem.shape[2]
 
         def step(i: Array, unit: Unit) -> Unit:
-            pages = self.pages(unit)
+            begin, slot = unit.at * self.block, self.slot(i)
+            ids = page_ids(self.table_gmem, unit.sequence, unit.kv_len, begin, self.block, page_size)
 
             @pl.when(i >= self.options.tiling.stages)
             def _wait():
-                plgpu.barrier_wait(self.consumed(self.slot(i)))
+                plgpu.barrier_wait(self.consumed(slot))
 
-            self.fetch_unit(unit, layer, pages, self.slot(i))
+            fetch_block(self.k_gmem.at[layer], ids, begin, unit.head, self.k_smem.at[slot], self.k_arrived(slot))
+            fetch_block(self.v_gmem.at[layer], ids, begin, unit.head, self.v_smem.at[slot], self.v_arrived(slot))
             return self.following(unit)
 
         lax.fori_loop(0, self.count, step, self.begin)
-
-    def pages(self, unit: Unit) -> list[Array]:
-        """Ids of the pages of a unit; beyond the sequence its last page again, and for an empty one the null page."""
-        page_size = self.k_gmem.shape[2]
-        first = lax.div(unit.at * self.block, page_size)
-        last = jnp.maximum(lax.div(unit.kv_len + (page_size - 1), page_size) - 1, 0)
-        indices = [jnp.minimum(first + j, last) for j in range(max(1, self.block // page_size))]
-        return [jnp.where(unit.kv_len > 0, self.table_gmem[unit.sequence, index], 0) for index in indices]
-
-    def fetch_unit(self, unit: Unit, layer: Array, pages: list[Array], slot: Array) -> None:
-        page_size = self.k_gmem.shape[2]
-        size = min(self.block, page_size)
-        part = pl.ds(lax.rem(unit.at * self.block, page_size), size) if size < page_size else slice(None)
-        for source, target, arrived in (
-            (self.k_gmem, self.k_smem, self.k_arrived),
-            (self.v_gmem, self.v_smem, self.v_arrived),
-        ):
-            for j, page in enumerate(pages):
-                there = target.at[slot, pl.ds(j * size, size)]
-                plgpu.copy_gmem_to_smem(source.at[layer, page, part, unit.head], there, arrived(slot))
 
     # The warpgroup that computes
 
@@ -318,15 +310,19 @@ class _Pair:
         def _():
             self.fetch_queries(self.begin)
 
+        lax.fori_loop(0, self.count, self.attend_unit, (*self.fresh(), self.begin))
+        plgpu.wait_smem_to_gmem(0)
+
+    def fresh(self) -> tuple[list[Array], Array, Array]:
+        """Outputs, maxima and totals before the first unit of a tile."""
         H = self.q_smem.shape[1]
         outs = [zeros((ROWS, min(H, 128)), plgpu.Layout.WGMMA)] * (H // min(H, 128))
         rows = zeros((ROWS,), plgpu.Layout.WGMMA.reduce(1))
-        lax.fori_loop(0, self.count, self.attend_unit, (outs, rows, rows, self.begin))
-        plgpu.wait_smem_to_gmem(0)
+        return outs, rows + LEAST, rows
 
     def fetch_queries(self, unit: Unit) -> None:
         there = self.q_smem.at[pl.ds(0, self.q_gmem.shape[2])]
-        tile = lax.div(unit.head, max(1, self.options.shared))
+        tile = lax.div(unit.head, self.options.shared)
         plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, tile], there, self.q_arrived)
 
     def attend_unit(self, i: Array, carry: tuple) -> tuple:
@@ -341,14 +337,19 @@ class _Pair:
 
         scores, to_log2 = self.scores(unit, slot)
 
+        # The copy waits for all four warps, which are done with these queries: their scores are in registers
         @pl.when(ends & (i + 1 < self.count))
         def _fetch_the_next_queries():
             self.fetch_queries(after)
 
-        kept = jnp.where(begins, 0.0, 1.0)  # of what the last unit left
-        before = maximum * kept + jnp.where(begins, LEAST, 0.0)
+        # Chosen, not multiplied by zero: what another sequence left may be NaN
+        outs, before, total = jax.tree.map(
+            lambda fresh, kept: jnp.where(jnp.broadcast_to(begins, kept.shape), fresh, kept),
+            self.fresh(),
+            (outs, maximum, total),
+        )
         maximum = jnp.maximum(before, scores.max(axis=1) * to_log2)
-        decay = jnp.exp2(before - maximum) * kept
+        decay = jnp.exp2(before - maximum)
         weights = jnp.exp2(scores * to_log2 - over(maximum, scores))
         total = total * decay + weights.sum(axis=1)
         outs = self.outputs(unit, slot, weights, outs, decay)
@@ -533,7 +534,7 @@ def _merge_kernel(
     first_part, num_parts = _parts_of(tile, heads // group, lens_gmem, ends_gmem, options)
     layout = plgpu.Layout.WG_STRIDED((group, H), vec_size=group * H // 128)
     head_ids = plgpu.broadcasted_iota(jnp.int32, (group, H), 0, layout=layout)
-    begin = (lax.rem(lax.rem(tile, heads // group), max(1, options.shared)) + token) * group  # row of the first head
+    begin = (lax.rem(lax.rem(tile, heads // group), options.shared) + token) * group  # row of the first head
 
     def by_head(values: list[Array]) -> Array:
         full = jnp.full((group, H), values[0], jnp.float32)

@@ -28,8 +28,10 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     ROWS,
     SWIZZLED,
     capped,
+    fetch_block,
     iota,
     over,
+    page_ids,
     zero_unwritten,
     zeros,
 )
@@ -69,7 +71,7 @@ class Work:
     position: Array  # i32 [tiles], of that row
     num_rows: Array  # i32 [tiles], that are its sequence's; 0 = no such tile
     num_tiles: Array  # i32 [1], that there are
-    view: Array  # i32 [T + UNIT * S + TILE or so], the query row in each row of the view
+    view: Array  # i32 [T + (UNIT - 1) S + TILE, rounded up to whole units], the query row in each row of the view
     place: Array  # i32 [T], where the output has each query row
 
 
@@ -126,6 +128,7 @@ def paged_attention(
 ) -> tuple[Array, Array]:
     """Output `[T, N, H]` in q.dtype and float32 log-sum-exp `[T, N]`; see the package's docstring."""
     num_rows = q.shape[0]
+    assert work.place.shape == (num_rows,), "prepared for another region"
     in_place = work.tile.shape[0] * TILE == num_rows  # one sequence
     options = Options(
         scale=scale,
@@ -211,7 +214,7 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Block:
+class _Cta:
     """One CUDA block as one of its warpgroups sees it."""
 
     q_gmem: Any  # [rows of the view, N, H]
@@ -281,11 +284,12 @@ class _Block:
     # The warpgroup that fetches
 
     def fetch(self, tile: Tile, num_blocks: Array) -> None:
-        layer = self.layer_gmem[0]
+        N, (page_size, K) = self.q_gmem.shape[1], self.k_gmem.shape[2:4]
+        layer, kv_head = self.layer_gmem[0], lax.div(tile.head, N // K)
 
         def step(i, _):
-            slot = lax.rem(num_blocks + i, self.options.tiling.stages)
-            pages = self.pages(tile, i)
+            slot, begin = lax.rem(num_blocks + i, self.options.tiling.stages), self.begin(tile, i)
+            ids = page_ids(self.table_gmem, tile.sequence, tile.kv_len, begin, self.block, page_size)
             for source, target, arrived, consumed in (
                 (self.k_gmem, self.k_smem, self.k_arrived, self.k_consumed),
                 (self.v_gmem, self.v_smem, self.v_arrived, self.v_consumed),
@@ -295,24 +299,9 @@ class _Block:
                 def _wait(consumed=consumed):
                     plgpu.barrier_wait(consumed.at[slot])
 
-                self.fetch_block(tile, i, source.at[layer], target.at[slot], arrived.at[slot], pages)
+                fetch_block(source.at[layer], ids, begin, kv_head, target.at[slot], arrived.at[slot])
 
         lax.fori_loop(0, tile.count, step, None)
-
-    def pages(self, tile: Tile, i: Array) -> list[Array]:
-        """Ids of the pages of the i-th block; beyond the sequence its last page again."""
-        page_size = self.k_gmem.shape[2]
-        first = lax.div(self.begin(tile, i), page_size)
-        last = lax.div(tile.kv_len + (page_size - 1), page_size) - 1
-        count = max(1, self.block // page_size)
-        return [self.table_gmem[tile.sequence, jnp.minimum(first + j, last)] for j in range(count)]
-
-    def fetch_block(self, tile: Tile, i: Array, source: Any, target: Any, arrived: Any, pages: list[Array]) -> None:
-        page_size, K = self.k_gmem.shape[2:4]
-        size, kv_head = min(self.block, page_size), lax.div(tile.head, self.q_gmem.shape[1] // K)
-        part = pl.ds(lax.rem(self.begin(tile, i), page_size), size) if size < page_size else slice(None)
-        for j, page in enumerate(pages):
-            plgpu.copy_gmem_to_smem(source.at[page, part, kv_head], target.at[pl.ds(j * size, size)], arrived)
 
     # The warpgroups that compute
 
@@ -324,7 +313,7 @@ class _Block:
             rows = pl.ds(tile.row * UNIT + self.warpgroup * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(self.q_gmem.at[rows, tile.head], queries, arrived)
             plgpu.barrier_wait(arrived)
-            out, maximum, total = _TileOfWarpgroup(block=self, tile=tile, num_blocks=num_blocks).attend()
+            out, maximum, total = _TileOfWarpgroup(cta=self, tile=tile, num_blocks=num_blocks).attend()
             self.store(tile, out * over(1.0 / total, out), maximum / LOG2_E + jnp.log(total))
 
         if self.options.clears:
@@ -354,16 +343,16 @@ class _Block:
 class _TileOfWarpgroup:
     """One warpgroup's rows of one tile: the online softmax over its blocks, maxima in units of log 2."""
 
-    block: _Block
+    cta: _Cta
     tile: Tile
     num_blocks: Array
 
     def attend(self) -> tuple[Array, Array, Array]:
         """The output, not yet normalised, the maxima of the scores and the sums of the weights."""
-        by_row, H = plgpu.Layout.WGMMA.reduce(1), self.block.q_smem.shape[2]
+        by_row, H = plgpu.Layout.WGMMA.reduce(1), self.cta.q_smem.shape[2]
         rows, first = zeros((ROWS,), by_row), jnp.int32(0)
         *start, _ = self.softmax(self.scores(first), first, rows + LEAST, rows)
-        if self.block.options.interpret:
+        if self.cta.options.interpret:
             return self.in_turn(*start)
         return pl.run_scoped(functools.partial(self.overlapped, *start), plgpu.WGMMAAccumulatorRef((ROWS, H)))
 
@@ -374,10 +363,10 @@ class _TileOfWarpgroup:
                 self.start_scores(i, scores_ref)
                 plgpu.wgmma(acc_ref, weights, self.values(i - 1))
                 scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                plgpu.barrier_arrive(self.block.k_consumed.at[self.slot(i)])
+                plgpu.barrier_arrive(self.cta.k_consumed.at[self.slot(i)])
                 weights, maximum, total, decay = self.softmax(scores, i, maximum, total)
                 acc = acc_ref[...]
-                plgpu.barrier_arrive(self.block.v_consumed.at[self.slot(i - 1)])
+                plgpu.barrier_arrive(self.cta.v_consumed.at[self.slot(i - 1)])
                 acc_ref[...] = acc * over(decay, acc)
                 return weights, maximum, total
 
@@ -387,7 +376,7 @@ class _TileOfWarpgroup:
         weights, maximum, total = lax.fori_loop(1, count, step, (weights, maximum, total))
         plgpu.wgmma(acc_ref, weights, self.values(count - 1))
         acc = acc_ref[...]
-        plgpu.barrier_arrive(self.block.v_consumed.at[self.slot(count - 1)])
+        plgpu.barrier_arrive(self.cta.v_consumed.at[self.slot(count - 1)])
         return acc, maximum, total
 
     def in_turn(self, weights: Array, maximum: Array, total: Array) -> tuple[Array, Array, Array]:
@@ -400,14 +389,14 @@ class _TileOfWarpgroup:
             weights, maximum, total, decay = self.softmax(scores, i, maximum, total)
             return acc * over(decay, acc), weights, maximum, total
 
-        count, shape = self.tile.count, (ROWS, self.block.q_smem.shape[2])
+        count, shape = self.tile.count, (ROWS, self.cta.q_smem.shape[2])
         start = (zeros(shape, plgpu.Layout.WGMMA), weights, maximum, total)
         acc, weights, maximum, total = lax.fori_loop(1, count, step, start)
         return acc + self.product(weights, count - 1), maximum, total
 
     def product(self, weights: Array, i: Array) -> Array:
         """Weights times values of the i-th block, by way of shared memory."""
-        weights_smem = self.block.weights_smem.at[self.block.warpgroup]
+        weights_smem = self.cta.weights_smem.at[self.cta.warpgroup]
         weights_smem[...] = weights
         plgpu.commit_smem()
 
@@ -415,20 +404,20 @@ class _TileOfWarpgroup:
             plgpu.wgmma(ref, weights_smem, self.values(i))
             return ref[...]
 
-        out = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, self.block.q_smem.shape[2])))
-        plgpu.barrier_arrive(self.block.v_consumed.at[self.slot(i)])
+        out = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, self.cta.q_smem.shape[2])))
+        plgpu.barrier_arrive(self.cta.v_consumed.at[self.slot(i)])
         return out
 
     def slot(self, i: Array) -> Array:
-        return lax.rem(self.num_blocks + i, self.block.options.tiling.stages)
+        return lax.rem(self.num_blocks + i, self.cta.options.tiling.stages)
 
     @property
     def scores_type(self) -> plgpu.WGMMAAccumulatorRef:
-        return plgpu.WGMMAAccumulatorRef((ROWS, self.block.block))
+        return plgpu.WGMMAAccumulatorRef((ROWS, self.cta.block))
 
     def start_scores(self, i: Array, ref: Any) -> None:
-        plgpu.barrier_wait(self.block.k_arrived.at[self.slot(i)])
-        plgpu.wgmma(ref, self.block.q_smem.at[self.block.warpgroup], self.block.k_smem.at[self.slot(i)].T)
+        plgpu.barrier_wait(self.cta.k_arrived.at[self.slot(i)])
+        plgpu.wgmma(ref, self.cta.q_smem.at[self.cta.warpgroup], self.cta.k_smem.at[self.slot(i)].T)
 
     def scores(self, i: Array) -> Array:
         def product(ref):
@@ -436,41 +425,41 @@ class _TileOfWarpgroup:
             return ref[...]
 
         scores = pl.run_scoped(product, self.scores_type)
-        plgpu.barrier_arrive(self.block.k_consumed.at[self.slot(i)])
+        plgpu.barrier_arrive(self.cta.k_consumed.at[self.slot(i)])
         return scores
 
     def softmax(self, scores: Array, i: Array, maximum: Array, total: Array) -> tuple[Array, Array, Array, Array]:
         """Weights of the i-th block, the new maximum and total, and what the old ones have decayed to."""
-        begin, options = self.block.begin(self.tile, i), self.block.options
+        begin, options = self.cta.begin(self.tile, i), self.cta.options
         scores, to_log2 = capped(scores, options.scale, options.soft_cap)
-        partial = begin + self.block.block > jnp.minimum(self.first_row + 1, self.tile.kv_len)
+        partial = begin + self.cta.block > jnp.minimum(self.first_row + 1, self.tile.kv_len)
         if options.sliding_window is not None:
             partial |= begin <= self.first_row + (ROWS - 1) - options.sliding_window
         scores = lax.cond(partial, self.masked, lambda scores, begin: scores, scores, begin)
         new = jnp.maximum(maximum, scores.max(axis=1) * to_log2)
         decay = jnp.exp2(maximum - new)
         weights = jnp.exp2(scores * to_log2 - over(new, scores))
-        return weights.astype(self.block.q_smem.dtype), new, total * decay + weights.sum(axis=1), decay
+        return weights.astype(self.cta.q_smem.dtype), new, total * decay + weights.sum(axis=1), decay
 
     def masked(self, scores: Array, begin: Array) -> Array:
         position, row = begin + iota(scores.shape, 1), self.first_row + iota(scores.shape, 0)
         seen = (position <= row) & (position < self.tile.kv_len)
-        if self.block.options.sliding_window is not None:
-            seen &= position > row - self.block.options.sliding_window
+        if self.cta.options.sliding_window is not None:
+            seen &= position > row - self.cta.options.sliding_window
         return jnp.where(seen, scores, -jnp.inf)
 
     @property
     def first_row(self) -> Array:
         """The position of this warpgroup's first query."""
-        return self.tile.position + self.block.warpgroup * ROWS
+        return self.tile.position + self.cta.warpgroup * ROWS
 
     def values(self, i: Array) -> Any:
         """The values of the i-th block, arrived, and zeros where nothing is written yet."""
-        plgpu.barrier_wait(self.block.v_arrived.at[self.slot(i)])
-        values_smem = self.block.v_smem.at[self.slot(i)]
-        num_written = self.tile.kv_len - self.block.begin(self.tile, i)
+        plgpu.barrier_wait(self.cta.v_arrived.at[self.slot(i)])
+        values_smem = self.cta.v_smem.at[self.slot(i)]
+        num_written = self.tile.kv_len - self.cta.begin(self.tile, i)
 
-        @pl.when(num_written < self.block.block)
+        @pl.when(num_written < self.cta.block)
         def _():
             zero_unwritten(values_smem, num_written)
             plgpu.commit_smem()
@@ -506,7 +495,7 @@ def _attend_kernel(
     options: Options,
 ):
     warpgroup = lax.axis_index("warpgroup")
-    block = _Block(
+    cta = _Cta(
         q_gmem=q_gmem,
         k_gmem=k_gmem,
         v_gmem=v_gmem,
@@ -534,9 +523,9 @@ def _attend_kernel(
     @pl.when(warpgroup == 2)
     def _fetch():
         plgpu.set_max_registers(40, action="decrease")
-        block.each_tile(block.fetch)
+        cta.each_tile(cta.fetch)
 
     @pl.when(warpgroup < 2)
     def _compute():
         plgpu.set_max_registers(232, action="increase")
-        block.each_tile(block.compute)
+        cta.each_tile(cta.compute)

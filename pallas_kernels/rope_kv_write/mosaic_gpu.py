@@ -1,7 +1,7 @@
 """Rotates queries and keys and writes keys and values into their pages, in place, on NVIDIA Hopper.
 
-How this works. A CUDA block takes `HEADS` heads of one row at a time, of the queries or of the keys; with those of the
-keys go the values of the same heads. The cache is passed as a mutable reference, so the kernel writes the donated
+How this works. A CUDA block takes up to eight heads of one row at a time, of the queries or of the keys; with those of
+the keys go the values of the same heads. The cache is passed as a mutable reference, so the kernel writes the donated
 buffer itself. In XLA the same takes three kernels, and at few rows each costs little but its launch.
 """
 
@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER
 from jaxserve.pallas_kernels.paged_attention.types import KVCache
 
 MAX_HEADS = 8  # that a CUDA block takes at a time
@@ -65,7 +66,7 @@ def rope_kv_write(
         grid=(min(T, MAX_BLOCKS), (N + K) // count),
         grid_names=("row", "part"),
         kernel_name="rope_kv_write",
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=INTERPRETER if interpret else None,
     )(heads, cos, sin, page_ids, page_offsets, jnp.asarray(layer, jnp.int32).reshape(1), k, v)
     return q, KVCache(k=jax.freeze(k), v=jax.freeze(v))
 

@@ -15,7 +15,8 @@ import pytest
 from attention_cases import CASES, LAYER, Case, inputs
 
 import jaxserve.pallas_kernels.paged_attention as package
-from jaxserve.pallas_kernels.paged_attention import mosaic_gpu, paged_attention, prepare, reference
+from jaxserve.pallas_kernels import fallback
+from jaxserve.pallas_kernels.paged_attention import KVCache, mosaic_gpu, paged_attention, prepare, reference
 
 ON_GPU = jax.devices()[0].platform == "gpu"
 by_name = {case.name: case for case in CASES}
@@ -233,6 +234,7 @@ UNSUPPORTED = {
     "float32": (jnp.float32, {}, "bfloat16 or both float16, got float32"),
     "head_dim": (jnp.bfloat16, {"heads": (2, 1, 80)}, "head_dim must be 64, 128 or 256, got 80"),
     "page_size_12": (jnp.bfloat16, {"page_size": 12}, "page_size must be 8, 16, .* got 12"),
+    "page_size_24": (jnp.bfloat16, {"page_size": 24}, "page_size must be 8, 16, .* got 24"),
     "page_size_96": (jnp.bfloat16, {"page_size": 96}, "page_size must be 8, 16, .* got 96"),
     "query_rows": (jnp.bfloat16, {"max_q_len": 9, "heads": (8, 1, 64)}, "at most 64 .* got 9 tokens of 8 heads"),
 }
@@ -247,6 +249,32 @@ def test_mosaic_gpu_says_what_it_cannot_do(name):
         paged_attention(q, kv, LAYER, batch, **case.options, implementation="mosaic_gpu")
 
 
+@need_interpreter
+@pytest.mark.parametrize("name", ["ragged_last_page", "prefill_chunks"])
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_what_is_not_a_number_in_one_sequence_stays_there(implementation, name):
+    case = by_name[name]
+    q, kv, batch = inputs(case, jnp.bfloat16)
+    expected, expected_lse = run(q, kv, batch, case.options, implementation)
+    first = int(batch.page_table[0, 0])
+    kv = KVCache(k=kv.k, v=kv.v.at[LAYER, first, 0].set(jnp.inf))
+    out, lse = run(q, kv, batch, case.options, implementation)
+    sequences = np.array([s for s, _ in reference.query_positions(batch, len(out))])
+    assert not np.isfinite(out[sequences == 0]).all()
+    np.testing.assert_array_equal(out[sequences != 0], expected[sequences != 0])
+    np.testing.assert_array_equal(lse[sequences != 0], expected_lse[sequences != 0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_tilings_fit_into_shared_memory(head_dim):
+    kv = KVCache.zeros(1, 1, 64, 2, head_dim, jnp.bfloat16)
+    decode, prefill = mosaic_gpu.decode_tiling(kv), mosaic_gpu.prefill_tiling(kv)
+    assert decode.stages >= 3
+    row = 2 * head_dim
+    decode_bytes = decode.pairs * (64 * row + decode.stages * 2 * decode.block * row)
+    assert max(decode_bytes, 128 * row + prefill.stages * 2 * prefill.block * row) <= 232_448 - 2048
+
+
 def test_mosaic_gpu_wants_queries_and_cache_of_one_dtype():
     q, kv, batch = inputs(by_name["one_token"], jnp.bfloat16)
     assert mosaic_gpu.unsupported(q, kv, batch) is None
@@ -255,14 +283,14 @@ def test_mosaic_gpu_wants_queries_and_cache_of_one_dtype():
 
 def test_no_implementation_falls_back_with_one_line_and_lse_is_optional(monkeypatch, caplog):
     monkeypatch.setattr(package, "_preferred", lambda: "mosaic_gpu")
-    package._say_once.cache_clear()
+    fallback.say_once.cache_clear()
     case = by_name["ragged_last_page"]
     q, kv, plain = inputs(case, jnp.float32)
     batch = prepare(plain, kv, num_rows=q.shape[0], sliding_window=None)
-    with caplog.at_level(logging.WARNING, package.__name__):
+    with caplog.at_level(logging.WARNING, fallback.__name__):
         out = paged_attention(q, kv, LAYER, batch, **case.options)
         again, _ = paged_attention(q, kv, LAYER, batch, **case.options, return_lse=True)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == package.__name__]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == fallback.__name__]
     assert "falls back" in line
     assert "got float32" in line
     named = paged_attention(q, kv, LAYER, plain, **case.options, implementation="xla")
