@@ -3,7 +3,13 @@
 import jax
 from jax import Array
 
-from jaxserve.pallas_kernels.paged_attention import mosaic_gpu_decode as decode, mosaic_gpu_prefill as prefill
+from jaxserve.pallas_kernels.paged_attention import (
+    decode_work,
+    mosaic_gpu_decode as decode,
+    mosaic_gpu_prefill as prefill,
+    prefill_work,
+)
+from jaxserve.pallas_kernels.paged_attention.hopper import ROWS
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
 SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block on Hopper, less what barriers and scratch take
@@ -18,16 +24,18 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
         return f"head_dim must be 64, 128 or 256, got {H}"
     if kv.page_size not in (8, 16, 32, 64) and kv.page_size % 128:
         return f"page_size must be 8, 16, 32, 64 or a multiple of 128, got {kv.page_size}"
-    if batch.cu_q_lens is None and batch.max_q_len * decode.padded_group(N // K, H) > decode.ROWS:
-        return f"at most {decode.ROWS} query rows a KV head, got {batch.max_q_len} tokens of {N // K} heads"
+    if batch.cu_q_lens is None and batch.max_q_len * decode.padded_group(N // K, H) > ROWS:
+        return f"at most {ROWS} query rows a KV head, got {batch.max_q_len} tokens of {N // K} heads"
     return None
 
 
-def plan(batch: AttentionBatch, kv: KVCache, num_rows: int, sliding_window: int | None) -> decode.Work | prefill.Work:
+def plan(
+    batch: AttentionBatch, kv: KVCache, num_rows: int, sliding_window: int | None
+) -> decode_work.Work | prefill_work.Work:
     """What the kernels need to know of a region, whatever the layer."""
     if batch.cu_q_lens is not None:
-        return prefill.plan(batch, num_rows)
-    return decode.plan(batch, kv.k.shape[3], sliding_window, decode_tiling(kv))
+        return prefill_work.plan(batch, num_rows)
+    return decode_work.plan(batch, kv.k.shape[3], sliding_window, decode_tiling(kv))
 
 
 def paged_attention(
@@ -50,12 +58,12 @@ def paged_attention(
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
     options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap, "interpret": interpret}
     work = batch.work or plan(batch, kv, q.shape[0], sliding_window)
-    if isinstance(work, prefill.Work):
+    if isinstance(work, prefill_work.Work):
         return prefill.paged_attention(q, kv, layer, batch, tiling=prefill_tiling(kv), work=work, **options)
     return decode.paged_attention(q, kv, layer, batch, tiling=decode_tiling(kv), work=work, **options)
 
 
-def decode_tiling(kv: KVCache) -> decode.Tiling:
+def decode_tiling(kv: KVCache) -> decode_work.Tiling:
     """Two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then fit.
 
     At head_dim 128 these are three. One worker with blocks of 128 was slower on an H200 at five of the seven shapes of
@@ -63,9 +71,9 @@ def decode_tiling(kv: KVCache) -> decode.Tiling:
     """
     H, block = kv.k.shape[4], 64
     pairs = 1 if H > 128 else 2
-    queries, unit = decode.ROWS * H * 2, 2 * block * H * 2
+    queries, unit = ROWS * H * 2, 2 * block * H * 2
     stages = (SHARED_MEMORY_BYTES // pairs - queries) // unit
-    return decode.Tiling(block=block, pairs=pairs, stages=stages, blocks=num_multiprocessors())
+    return decode_work.Tiling(block=block, pairs=pairs, stages=stages, blocks=num_multiprocessors())
 
 
 def prefill_tiling(kv: KVCache) -> prefill.Tiling:

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels.paged_attention.decode_work import Options, Tiling, Unit, Work, block_range
 from jaxserve.pallas_kernels.paged_attention.hopper import (
     INTERPRETER,
     LEAST,
@@ -35,99 +36,8 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     zero_unwritten,
     zeros,
 )
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_merge import merge_parts
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
-
-EVERYTHING = 2**30  # a window that nothing is out of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiling:
-    block: int  # positions in a unit
-    stages: int  # units of a worker in shared memory
-    pairs: int  # workers in a CUDA block
-    blocks: int  # CUDA blocks
-
-    @property
-    def workers(self) -> int:
-        return self.blocks * self.pairs
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the kernels know when they are compiled, besides shapes."""
-
-    q_len: int  # query rows of a sequence
-    group: int  # query heads of a KV head, padded
-    shared: int  # KV heads whose query heads lie in the rows of one tile; each drops the rows of the others
-    as_they_are: bool  # the queries are such tiles already
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    tiling: Tiling
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unit:
-    """One unit of work: scalars in a kernel, one value a worker in a plan."""
-
-    sequence: Array
-    head: Array
-    at: Array  # block
-    kv_len: Array
-    first: Array  # block of the sequence that its rows see
-    last: Array  # exclusive
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """How the units are shared out: the same for every layer of a kind."""
-
-    ends: Array  # i32 [B], units of the sequences up to and with this one
-    count: Array  # i32 [workers], units of each worker
-    begin: Unit  # i32 [workers], the first of them
-    sliding_window: int | None = dataclasses.field(metadata={"static": True})  # that this holds for
-
-
-def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, tiling: Tiling) -> Work:
-    """Equal runs of units for all workers."""
-    kv_lens, K = batch.kv_lens, num_kv_heads
-    first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
-    size = last - first
-    ends = K * jnp.cumsum(size, dtype=jnp.int32)
-    share, rest = lax.div(ends[-1], tiling.workers), lax.rem(ends[-1], tiling.workers)
-    starts = _first_unit(jnp.arange(tiling.workers + 1, dtype=jnp.int32), share, rest)
-    sequence = jnp.searchsorted(ends, starts[:-1], side="right", method="compare_all").astype(jnp.int32)
-    sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)  # beyond: a worker without work
-    offset = starts[:-1] - (ends - K * size)[sequence]
-    begin = Unit(
-        sequence=sequence,
-        head=lax.div(offset, size[sequence]),
-        at=first[sequence] + lax.rem(offset, size[sequence]),
-        kv_len=kv_lens[sequence],
-        first=first[sequence],
-        last=last[sequence],
-    )
-    return Work(ends=ends, count=starts[1:] - starts[:-1], begin=begin, sliding_window=sliding_window)
-
-
-def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: int) -> tuple[Array, Array]:
-    """Blocks `[first, last)` that the rows of a sequence see; an empty sequence has one, of the null page."""
-    window = EVERYTHING if sliding_window is None else sliding_window
-    first = lax.div(jnp.maximum(kv_lens - q_len + 1 - window, 0), block)
-    return first, jnp.maximum(lax.div(kv_lens + (block - 1), block), first + 1)
-
-
-def _first_unit(worker: Array, share: Array, rest: Array) -> Array:
-    """The first `rest` workers take `share + 1` units, the others `share`."""
-    return worker * share + jnp.minimum(worker, rest)
-
-
-def _worker_of(unit: Array, share: Array, rest: Array) -> Array:
-    """The worker that has `unit`."""
-    large = rest * (share + 1)
-    return jnp.where(unit < large, lax.div(unit, share + 1), rest + lax.div(unit - large, jnp.maximum(share, 1)))
 
 
 def padded_group(group: int, head_dim: int) -> int:
@@ -163,7 +73,7 @@ def paged_attention(
         tiling=tiling,
     )
     parts = _attend(_tiles(q, K, options), kv, layer, batch, work, options, interpret)
-    out, lse = _merge(*parts, batch, work, options, interpret)
+    out, lse = merge_parts(*parts, batch, work, options, interpret)
     if options.group == N // K:
         return out, lse
     heads = (out.shape[0], K, options.group)
@@ -493,86 +403,3 @@ def _attend_kernel(
         if pairs > 1:
             plgpu.set_max_registers(208, action="increase")
         self.compute()
-
-
-def _merge(
-    parts: Array, part_lse: Array, batch: AttentionBatch, work: Work, options: Options, interpret: bool
-) -> tuple[Array, Array]:
-    """The sums of the parts of each tile: `[B * q_len, K * group, H]` and `[B * q_len, K * group]`."""
-    B, H, q_len = batch.kv_lens.shape[0], parts.shape[2], options.q_len
-    num_tiles = parts.shape[0] - options.tiling.workers
-    heads = num_tiles // B * options.group
-    chunk = 8 if num_tiles < options.tiling.blocks else 2  # few tiles have many parts each
-    return plgpu.kernel(
-        functools.partial(_merge_kernel, options=options, chunk=chunk),
-        out_type=(
-            jax.ShapeDtypeStruct((B * q_len, heads, H), parts.dtype),
-            jax.ShapeDtypeStruct((B * q_len, heads), jnp.float32),
-        ),
-        grid=(num_tiles, q_len),
-        grid_names=("tile", "q"),
-        kernel_name="paged_attention_merge",
-        interpret=INTERPRETER if interpret else None,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(parts, part_lse, batch.kv_lens, work.ends)
-
-
-def _merge_kernel(
-    parts_gmem,  # [B * K + workers, rows, H]
-    part_lse_gmem,  # f32 [B * K + workers, ROWS]
-    lens_gmem,  # i32 [B]
-    ends_gmem,  # i32 [B]
-    out_gmem,  # [B * q_len, K * group, H]
-    lse_gmem,  # f32 [B * q_len, K * group]
-    *,
-    options: Options,
-    chunk: int,
-):
-    """Adds the parts of the heads of one query token and one KV head, `chunk` parts at a time."""
-    group, (_, heads, H) = options.group, out_gmem.shape
-    tile, token = lax.axis_index("tile"), lax.axis_index("q")
-    first_part, num_parts = _parts_of(tile, heads // group, lens_gmem, ends_gmem, options)
-    layout = plgpu.Layout.WG_STRIDED((group, H), vec_size=group * H // 128)
-    head_ids = plgpu.broadcasted_iota(jnp.int32, (group, H), 0, layout=layout)
-    begin = (lax.rem(lax.rem(tile, heads // group), options.shared) + token) * group  # row of the first head
-
-    def by_head(values: list[Array]) -> Array:
-        full = jnp.full((group, H), values[0], jnp.float32)
-        for head in range(1, group):
-            full = jnp.where(head_ids == head, values[head], full)
-        return full
-
-    def step(i, carry):
-        acc, maxima, totals = carry
-        at = [first_part + jnp.minimum(i * chunk + c, num_parts - 1) for c in range(chunk)]
-        outs = [plgpu.load(parts_gmem.at[part, pl.ds(begin, group)], layout=layout, optimized=False) for part in at]
-        lses = [[part_lse_gmem[part, begin + head] * LOG2_E for part in at] for head in range(group)]
-        new = [functools.reduce(jnp.maximum, lse, maximum) for lse, maximum in zip(lses, maxima, strict=True)]
-        decay = [jnp.exp2(maximum - larger) for maximum, larger in zip(maxima, new, strict=True)]
-        acc, totals = acc * by_head(decay), [total * factor for total, factor in zip(totals, decay, strict=True)]
-        for c in range(chunk):
-            there = jnp.where(i * chunk + c < num_parts, 1.0, 0.0)
-            weights = [jnp.exp2(lse[c] - larger) * there for lse, larger in zip(lses, new, strict=True)]
-            acc = acc + by_head(weights) * outs[c].astype(jnp.float32)
-            totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
-        return acc, new, totals
-
-    start = (zeros((group, H), layout), [jnp.float32(LEAST)] * group, [jnp.float32(0)] * group)
-    acc, maxima, totals = lax.fori_loop(0, lax.div(num_parts + (chunk - 1), chunk), step, start)
-    inverse = [jnp.where(total > 0, 1.0 / total, 0.0) for total in totals]
-    row = lax.div(tile, heads // group) * options.q_len + token
-    head = lax.rem(tile, heads // group) * group
-    out_gmem[row, pl.ds(head, group)] = (acc * by_head(inverse)).astype(out_gmem.dtype)
-    for i, (maximum, total) in enumerate(zip(maxima, totals, strict=True)):
-        lse_gmem[row, head + i] = jnp.where(total > 0, maximum / LOG2_E + jnp.log(total), -jnp.inf)
-
-
-def _parts_of(tile: Array, K: int, lens_gmem: Any, ends_gmem: Any, options: Options) -> tuple[Array, Array]:
-    """The first part of a tile and how many it has."""
-    sequence, head, workers = lax.div(tile, K), lax.rem(tile, K), options.tiling.workers
-    first, last = block_range(lens_gmem[sequence], options.q_len, options.sliding_window, options.tiling.block)
-    begin = ends_gmem[sequence] - (K - head) * (last - first)
-    num_units = ends_gmem[ends_gmem.shape[0] - 1]
-    share, rest = lax.div(num_units, workers), lax.rem(num_units, workers)
-    first_worker = _worker_of(begin, share, rest)
-    return tile + first_worker, _worker_of(begin + (last - first) - 1, share, rest) + 1 - first_worker

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.paged_attention import AttentionBatch
-from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import decode, prefill
+from jaxserve.pallas_kernels.paged_attention import AttentionBatch, decode_work as decode, prefill_work as prefill
 
 TILING = decode.Tiling(block=64, stages=3, pairs=2, blocks=7)
 
