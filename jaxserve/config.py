@@ -42,12 +42,17 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """The KV pool."""
+    """The KV pool.
+
+    On an accelerator it takes `device_memory_utilization` of what JAX may allocate, less the weights. The rest is the
+    reserve for activations, logits and the sampler's state. JAX may allocate three quarters of a GPU, unless
+    XLA_PYTHON_CLIENT_MEM_FRACTION is set to more before it starts.
+    """
 
     page_size: int | None = None  # tokens; None = 16 on CPU, 64 elsewhere
     num_pages: int | None = None  # overrides what memory would allow (tests force pre-emption with it)
     kv_cache_memory_bytes: int | None = None  # None = from device_memory_utilization; 1 GiB on CPU
-    device_memory_utilization: float = 0.9  # share of the device's memory for weights and pool together
+    device_memory_utilization: float = 0.9  # share for weights and pool together
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     ),
     "page_size": Opt(int, "Tokens in a page of the KV cache.", unset="16 on CPU, 64 elsewhere"),
     "num_pages": Opt(int, "Pages of the KV cache.", unset="what its memory holds"),
-    "device_memory_utilization": Opt(float, "Share of the device's memory to use.", unset="0.9"),
+    "device_memory_utilization": Opt(float, "Share of JAX's device memory for weights and KV pool.", unset="0.9"),
     "kv_cache_memory_bytes": Opt(int, "Bytes of the KV cache.", unset="1 GiB on CPU, what the weights leave elsewhere"),
     "max_num_seqs": Opt(int, "Most sequences in one step.", unset="32 on CPU, 256 elsewhere"),
     "max_num_batched_tokens": Opt(int, "Most tokens in one step.", unset="512 on CPU, 8192 elsewhere"),

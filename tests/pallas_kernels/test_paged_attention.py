@@ -7,6 +7,7 @@ Where there is no GPU, the Mosaic kernels run in Pallas' interpreter, a few case
 import dataclasses
 import functools
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -279,6 +280,22 @@ def test_mosaic_gpu_wants_queries_and_cache_of_one_dtype():
     q, kv, batch = inputs(by_name["one_token"], jnp.bfloat16)
     assert mosaic_gpu.unsupported(q, kv, batch) is None
     assert "got float16 and bfloat16" in (mosaic_gpu.unsupported(q.astype(jnp.float16), kv, batch) or "")
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        ("cpu", None, "xla"),
+        ("tpu", None, "xla"),
+        ("gpu", "8.0", "xla"),
+        ("gpu", "9.0", "mosaic_gpu"),
+        ("gpu", "10.0", "xla"),
+    ],
+)
+def test_the_hopper_kernels_are_preferred_on_hopper_only(platform, capability, expected, monkeypatch):
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(package.jax, "devices", lambda: [device])
+    assert package._preferred() == expected
 
 
 def test_no_implementation_falls_back_with_one_line_and_lse_is_optional(monkeypatch, caplog):
