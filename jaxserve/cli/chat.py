@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxserve.cli import engine as driver
+from jaxserve.cli.generate import JsonWriter
 from jaxserve.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, takes
 from jaxserve.exceptions import RequestError
 from jaxserve.sampling_params import RequestOutputKind
@@ -25,13 +26,15 @@ def chat(
     engine: dict[str, Any],
     sampling: dict[str, Any],
     system: Annotated[str | None, typer.Option(help="Text of the system message.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
 ) -> None:
     """Talk with a model. Each line is a message, and the answer streams back."""
     driver.require_text("--system", system or "")
     print(HELP, file=sys.stderr)
     beginning = [{"role": "system", "content": system}] if system else []
     with driver.start(engine) as llm:
-        params = driver.sampling_params(llm.llm_engine, sampling, output_kind=RequestOutputKind.DELTA)
+        kind = RequestOutputKind.CUMULATIVE if as_json else RequestOutputKind.DELTA
+        params = driver.sampling_params(llm.llm_engine, sampling, output_kind=kind)
         messages = list(beginning)
         for line in read_lines():
             if line == "/reset":
@@ -39,7 +42,8 @@ def chat(
                 continue
             messages.append({"role": "user", "content": line})
             try:
-                messages.append({"role": "assistant", "content": answer(llm.llm_engine, messages, params)})
+                text = answer(llm.llm_engine, messages, params, as_json=as_json)
+                messages.append({"role": "assistant", "content": text})
             except RequestError as error:  # for instance a conversation beyond max_model_len
                 messages.pop()
                 print(f"error: {error} (/reset starts over)", file=sys.stderr)
@@ -67,18 +71,25 @@ def read_lines() -> Iterator[str]:
             yield line
 
 
-def answer(engine: "LLMEngine", messages: list[dict[str, str]], params: "SamplingParams") -> str:
-    """Streams the next turn to stdout and returns it; Ctrl-C ends it early."""
-    parts: list[str] = []
+def answer(
+    engine: "LLMEngine", messages: list[dict[str, str]], params: "SamplingParams", *, as_json: bool = False
+) -> str:
+    """Writes the next turn to stdout, streaming or as one line of JSON, and returns it; Ctrl-C ends it early."""
+    text, output = "", None
     outputs = driver.stream(engine, {"chat": driver.chat_prompt(engine, messages)}, params)
     with contextlib.closing(outputs), ctrl_c() as pressed:
         for output in outputs:
-            parts.append(output.outputs[0].text)
-            print(parts[-1], end="", flush=True)
+            new = output.outputs[0].text
+            text = new if as_json else text + new
+            if not as_json:
+                print(new, end="", flush=True)
             if pressed.is_set():
                 break
-    print(flush=True)
-    return "".join(parts)
+    if not as_json:
+        print(flush=True)
+    elif output is not None:
+        JsonWriter([messages[-1]["content"]])(0, output)
+    return text
 
 
 @contextlib.contextmanager

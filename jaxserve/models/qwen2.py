@@ -22,7 +22,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def window_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """With `use_sliding_window` the layers from `max_window_layers` on have a window; else none has."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    first = hf.get("max_window_layers", 28)
+    first = hf.get("max_window_layers")
+    first = 28 if first is None else first
     kinds = layer_kinds_from_hf(hf, lambda i: window is not None and i >= first)
     return {"sliding_window": window, "layer_kinds": kinds}
 

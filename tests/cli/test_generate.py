@@ -152,6 +152,17 @@ def test_chat_remembers_resets_and_leaves(run, monkeypatch):
     assert "/reset" in err
 
 
+def test_chat_prints_each_answer_as_one_object(run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\ncd\n"))
+    code, out, _, _ = run("chat", "--model", "m", "--max-tokens", "2", "--json")
+    assert code == 0
+    first, second = map(json.loads, out.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("ab", "cd")
+    assert len(first["token_ids"]) == 2
+    assert first["text"]
+    assert len(second["prompt_token_ids"]) > len(first["prompt_token_ids"])  # it remembers
+
+
 def test_chat_goes_on_after_a_request_that_is_refused(run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
     monkeypatch.setattr(driver, "chat_prompt", lambda engine, messages: [])

@@ -176,6 +176,11 @@ def test_qwen_ignores_the_window_that_it_does_not_use():
     assert (config.layer_kinds, config.sliding_window) == (("full",) * 3, None)
 
 
+def test_qwen_with_a_window_but_no_first_layer_begins_at_the_28th():
+    config = config_of("qwen2_sliding", max_window_layers=None, layer_types=None, num_hidden_layers=30)
+    assert config.layer_kinds == ("full",) * 28 + ("sliding",) * 2
+
+
 def test_gemma3_with_vision_is_read_as_its_language_model():
     config = get_model({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA3_4B}).config
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
