@@ -73,12 +73,11 @@ def attend(
 def _rotate_and_write(
     heads: Array, frequencies: np.ndarray, kv: KVCache, layer: int | Array, batch: StepBatch
 ) -> tuple[Array, KVCache]:
-    on_hopper = any(region is not None and region.work is not None for region in (batch.decode, batch.prefill))
-    reason = rope_kv_write.unsupported(heads, kv) if on_hopper else "another device"
-    if reason is None:
-        angles = batch.positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-        return rope_kv_write.rope_kv_write(heads, angles, kv, layer, batch.page_ids, batch.page_offsets)
-    if on_hopper:
+    if any(region is not None and region.work is not None for region in (batch.decode, batch.prefill)):  # on Hopper
+        reason = rope_kv_write.unsupported(heads, kv)
+        if reason is None:
+            angles = batch.positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+            return rope_kv_write.rope_kv_write(heads, angles, kv, layer, batch.page_ids, batch.page_offsets)
         say_once("the write of keys and values", reason)
     K = kv.k.shape[3]
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)

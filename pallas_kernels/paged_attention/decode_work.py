@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxserve.pallas_kernels.paged_attention.hopper import Scoring
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
 EVERYTHING = 2**30  # a window that nothing is out of
@@ -34,9 +35,7 @@ class Options:
     group: int  # query heads of a KV head, padded
     shared: int  # KV heads whose query heads lie in the rows of one tile; each drops the rows of the others
     as_they_are: bool  # the queries are such tiles already
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
+    scoring: Scoring
     tiling: Tiling
 
 
@@ -102,3 +101,8 @@ def worker_of(unit: Array, share: Array, rest: Array) -> Array:
     """The worker that has `unit`."""
     large = rest * (share + 1)
     return jnp.where(unit < large, lax.div(unit, share + 1), rest + lax.div(unit - large, jnp.maximum(share, 1)))
+
+
+def padded_group(group: int, head_dim: int) -> int:
+    """Query heads of a KV head as the kernels see them: a vector of one warpgroup is at least 128 long."""
+    return group + group % 2 if head_dim < 128 else group

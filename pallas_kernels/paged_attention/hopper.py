@@ -1,5 +1,6 @@
 """What the two kernels of paged attention for NVIDIA Hopper share."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,6 +14,15 @@ LEAST = -1e30  # a running maximum that any score passes, and that can be subtra
 LOG2_E = math.log2(math.e)
 SWIZZLED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 INTERPRETER = plgpu.InterpretGPUParams()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How scores become weights: see the package's `paged_attention`."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
 
 
 def page_ids(table: Any, sequence: Array, kv_len: Array, begin: Array, block: int, page_size: int) -> list[Array]:
@@ -35,12 +45,13 @@ def fetch_block(pages: Any, ids: list[Array], begin: Array, head: Array, target:
         plgpu.copy_gmem_to_smem(pages.at[page, part, head], target.at[pl.ds(j * size, size)], arrived)
 
 
-def capped(scores: Array, scale: float, soft_cap: float | None) -> tuple[Array, float]:
+def capped(scores: Array, scoring: Scoring) -> tuple[Array, float]:
     """Scores, scaled and capped, but for a factor that turns them into units of log 2.
 
     The factor is left to the caller, who can multiply and subtract a maximum in one instruction. The hyperbolic tangent
     is `tanh(x) = 1 - 2 / (exp(2 x) + 1)`: the card's own is good to eleven bits only.
     """
+    scale, soft_cap = scoring.scale, scoring.soft_cap
     if soft_cap is None:
         return scores, scale * LOG2_E
     doubled = jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap))

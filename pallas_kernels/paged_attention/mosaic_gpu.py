@@ -9,7 +9,7 @@ from jaxserve.pallas_kernels.paged_attention import (
     mosaic_gpu_prefill as prefill,
     prefill_work,
 )
-from jaxserve.pallas_kernels.paged_attention.hopper import ROWS
+from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, Scoring
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
 SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block on Hopper, less what barriers and scratch take
@@ -24,7 +24,7 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
         return f"head_dim must be 64, 128 or 256, got {H}"
     if kv.page_size not in (8, 16, 32, 64) and kv.page_size % 128:
         return f"page_size must be 8, 16, 32, 64 or a multiple of 128, got {kv.page_size}"
-    if batch.cu_q_lens is None and batch.max_q_len * decode.padded_group(N // K, H) > ROWS:
+    if batch.cu_q_lens is None and batch.max_q_len * decode_work.padded_group(N // K, H) > ROWS:
         return f"at most {ROWS} query rows a KV head, got {batch.max_q_len} tokens of {N // K} heads"
     return None
 
@@ -56,11 +56,11 @@ def paged_attention(
     """
     if reason := unsupported(q, kv, batch):
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
-    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap, "interpret": interpret}
+    scoring = Scoring(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     work = batch.work or plan(batch, kv, q.shape[0], sliding_window)
     if isinstance(work, prefill_work.Work):
-        return prefill.paged_attention(q, kv, layer, batch, tiling=prefill_tiling(kv), work=work, **options)
-    return decode.paged_attention(q, kv, layer, batch, tiling=decode_tiling(kv), work=work, **options)
+        return prefill.paged_attention(q, kv, layer, batch, scoring, prefill_tiling(kv), work, interpret=interpret)
+    return decode.paged_attention(q, kv, layer, batch, scoring, decode_tiling(kv), work, interpret=interpret)
 
 
 def decode_tiling(kv: KVCache) -> decode_work.Tiling:
@@ -76,10 +76,10 @@ def decode_tiling(kv: KVCache) -> decode_work.Tiling:
     return decode_work.Tiling(block=block, pairs=pairs, stages=stages, blocks=num_multiprocessors())
 
 
-def prefill_tiling(kv: KVCache) -> prefill.Tiling:
+def prefill_tiling(kv: KVCache) -> prefill_work.Tiling:
     """Scores and output of a warpgroup must share its registers. A third stage was 3 to 4 % slower on an H200."""
     block = 128 if kv.k.shape[4] <= 128 else 64
-    return prefill.Tiling(block=block, stages=2, multiprocessors=num_multiprocessors())
+    return prefill_work.Tiling(block=block, stages=2, multiprocessors=num_multiprocessors())
 
 
 def num_multiprocessors() -> int:

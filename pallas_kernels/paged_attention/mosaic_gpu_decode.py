@@ -21,13 +21,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.paged_attention.decode_work import Options, Tiling, Unit, Work, block_range
+from jaxserve.pallas_kernels.paged_attention.decode_work import Options, Tiling, Unit, Work, block_range, padded_group
 from jaxserve.pallas_kernels.paged_attention.hopper import (
     INTERPRETER,
     LEAST,
     LOG2_E,
     ROWS,
     SWIZZLED,
+    Scoring,
     capped,
     fetch_block,
     iota,
@@ -40,36 +41,28 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_merge import merge_parts
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
 
-def padded_group(group: int, head_dim: int) -> int:
-    """Query heads of a KV head as the kernels see them: a vector of one warpgroup is at least 128 long."""
-    return group + group % 2 if head_dim < 128 else group
-
-
 def paged_attention(
     q: Array,
     kv: KVCache,
     layer: int | Array,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     tiling: Tiling,
     work: Work,
+    *,
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Output `[B * q_len, N, H]` in q.dtype and float32 log-sum-exp `[B * q_len, N]`; see the package's docstring."""
     (_, N, H), K = q.shape, kv.k.shape[3]
-    assert (work.sliding_window, work.count.shape) == (sliding_window, (tiling.workers,)), "prepared for other layers"
+    prepared_for = (work.sliding_window, work.count.shape)
+    assert prepared_for == (scoring.sliding_window, (tiling.workers,)), "prepared for other layers"
     as_they_are = _are_tiles(N, K, H, batch.max_q_len)
     options = Options(
         q_len=batch.max_q_len,
         group=padded_group(N // K, H),
         shared=max(1, 8 // (N // K)) if as_they_are else 1,
         as_they_are=as_they_are,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        scoring=scoring,
         tiling=tiling,
     )
     parts = _attend(_tiles(q, K, options), kv, layer, batch, work, options, interpret)
@@ -189,7 +182,7 @@ class _Pair:
         next_sequence = next_head & (unit.head + 1 == K)
         sequence = jnp.minimum(jnp.where(next_sequence, unit.sequence + 1, unit.sequence), B - 1)
         kv_len = self.lens_gmem[sequence]
-        first, last = block_range(kv_len, self.options.q_len, self.options.sliding_window, self.block)
+        first, last = block_range(kv_len, self.options.q_len, self.options.scoring.sliding_window, self.block)
         head = jnp.where(next_sequence, 0, jnp.where(next_head, unit.head + 1, unit.head))
         at = jnp.where(next_head, first, unit.at + 1)
         return Unit(sequence=sequence, head=head, at=at, kv_len=kv_len, first=first, last=last)
@@ -280,10 +273,10 @@ class _Pair:
             return ref[...]
 
         scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.block)))
-        scores, to_log2 = capped(scores, self.options.scale, self.options.soft_cap)
+        scores, to_log2 = capped(scores, self.options.scoring)
         partial = (unit.at + 1) * self.block > unit.kv_len - (self.options.q_len - 1)
-        if self.options.sliding_window is not None:
-            partial |= unit.at * self.block < unit.kv_len - self.options.sliding_window
+        if self.options.scoring.sliding_window is not None:
+            partial |= unit.at * self.block < unit.kv_len - self.options.scoring.sliding_window
         return lax.cond(partial, self.masked, lambda scores, unit: scores, scores, unit), to_log2
 
     def masked(self, scores: Array, unit: Unit) -> Array:
@@ -291,8 +284,8 @@ class _Pair:
         if self.options.q_len > 1:
             end = end - (self.options.q_len - 1) + lax.div(iota(scores.shape, 0), self.options.group)
         seen = position < end
-        if self.options.sliding_window is not None:
-            seen &= position >= end - self.options.sliding_window
+        if self.options.scoring.sliding_window is not None:
+            seen &= position >= end - self.options.scoring.sliding_window
         return jnp.where(seen, scores, -jnp.inf)
 
     def outputs(self, unit: Unit, slot: Array, weights: Array, outs: list[Array], decay: Array) -> list[Array]:

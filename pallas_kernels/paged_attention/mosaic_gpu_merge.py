@@ -89,7 +89,7 @@ def _merge_kernel(
 def _parts_of(tile: Array, K: int, lens_gmem: Any, ends_gmem: Any, options: Options) -> tuple[Array, Array]:
     """The first part of a tile and how many it has."""
     sequence, head, workers = lax.div(tile, K), lax.rem(tile, K), options.tiling.workers
-    first, last = block_range(lens_gmem[sequence], options.q_len, options.sliding_window, options.tiling.block)
+    first, last = block_range(lens_gmem[sequence], options.q_len, options.scoring.sliding_window, options.tiling.block)
     begin = ends_gmem[sequence] - (K - head) * (last - first)
     num_units = ends_gmem[ends_gmem.shape[0] - 1]
     share, rest = lax.div(num_units, workers), lax.rem(num_units, workers)

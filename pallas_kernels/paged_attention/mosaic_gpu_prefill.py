@@ -23,39 +23,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.paged_attention.hopper import (
     INTERPRETER,
-    LEAST,
     LOG2_E,
     ROWS,
     SWIZZLED,
-    capped,
+    Scoring,
     fetch_block,
     iota,
     over,
     page_ids,
-    zero_unwritten,
     zeros,
 )
-from jaxserve.pallas_kernels.paged_attention.prefill_work import TILE, UNIT, Work
+from jaxserve.pallas_kernels.paged_attention.prefill_softmax import TileOfWarpgroup
+from jaxserve.pallas_kernels.paged_attention.prefill_work import TILE, UNIT, Options, Tile, Tiling, Work
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiling:
-    block: int  # positions whose scores are in registers at once
-    stages: int  # blocks in shared memory
-    multiprocessors: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the kernel knows when it is compiled, besides shapes."""
-
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    tiling: Tiling
-    clears: bool  # rows that hold no query come out as zeros; else nobody reads them
-    interpret: bool
 
 
 def paged_attention(
@@ -63,26 +43,17 @@ def paged_attention(
     kv: KVCache,
     layer: int | Array,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     tiling: Tiling,
     work: Work,
+    *,
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Output `[T, N, H]` in q.dtype and float32 log-sum-exp `[T, N]`; see the package's docstring."""
     num_rows = q.shape[0]
     assert work.place.shape == (num_rows,), "prepared for another region"
     in_place = work.tile.shape[0] * TILE == num_rows  # one sequence
-    options = Options(
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        tiling=tiling,
-        clears=in_place,
-        interpret=interpret,
-    )
+    options = Options(scoring=scoring, tiling=tiling, clears=in_place, interpret=interpret)
     out, lse = _attend(q if in_place else q[work.view], kv, layer, batch, work, options)
     if in_place:
         return out, lse.T
@@ -142,22 +113,6 @@ def _attend(
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tile:
-    """One tile of one head; all scalars. Its blocks are used from the last to the first."""
-
-    tile: Array
-    head: Array
-    sequence: Array
-    row: Array
-    position: Array
-    num_rows: Array
-    kv_len: Array
-    last: Array  # block, exclusive
-    count: Array  # blocks
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cta:
     """One CUDA block as one of its warpgroups sees it."""
@@ -206,7 +161,7 @@ class _Cta:
         """Item by item: all heads of the heaviest tile, then those of the next."""
         N = self.q_gmem.shape[1]
         tile, sequence, row, position, num_rows = (field[lax.div(item, N)] for field in self.work_gmem)
-        kv_len, window, skipped = self.lens_gmem[sequence], self.options.sliding_window, 0
+        kv_len, window, skipped = self.lens_gmem[sequence], self.options.scoring.sliding_window, 0
         last = lax.div(jnp.minimum(kv_len, position + TILE) + (self.block - 1), self.block)
         if window is not None:
             skipped = lax.div(jnp.maximum(position - window + 1, 0), self.block)
@@ -258,7 +213,7 @@ class _Cta:
             rows = pl.ds(tile.row * UNIT + self.warpgroup * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(self.q_gmem.at[rows, tile.head], queries, arrived)
             plgpu.barrier_wait(arrived)
-            out, maximum, total = _TileOfWarpgroup(cta=self, tile=tile, num_blocks=num_blocks).attend()
+            out, maximum, total = TileOfWarpgroup(cta=self, tile=tile, num_blocks=num_blocks).attend()
             self.store(tile, out * over(1.0 / total, out), maximum / LOG2_E + jnp.log(total))
 
         if self.options.clears:
@@ -282,134 +237,6 @@ class _Cta:
         plgpu.copy_smem_to_gmem(out_smem, self.out_gmem.at[rows, tile.head])
         plgpu.copy_smem_to_gmem(lse_smem, self.lse_gmem.at[tile.head, rows])
         plgpu.wait_smem_to_gmem(0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _TileOfWarpgroup:
-    """One warpgroup's rows of one tile: the online softmax over its blocks, maxima in units of log 2."""
-
-    cta: _Cta
-    tile: Tile
-    num_blocks: Array
-
-    def attend(self) -> tuple[Array, Array, Array]:
-        """The output, not yet normalised, the maxima of the scores and the sums of the weights."""
-        by_row, H = plgpu.Layout.WGMMA.reduce(1), self.cta.q_smem.shape[2]
-        rows, first = zeros((ROWS,), by_row), jnp.int32(0)
-        *start, _ = self.softmax(self.scores(first), first, rows + LEAST, rows)
-        if self.cta.options.interpret:
-            return self.in_turn(*start)
-        return pl.run_scoped(functools.partial(self.overlapped, *start), plgpu.WGMMAAccumulatorRef((ROWS, H)))
-
-    def overlapped(self, weights: Array, maximum: Array, total: Array, acc_ref: Any) -> tuple[Array, Array, Array]:
-        def step(i, carry):
-            def both(scores_ref):
-                weights, maximum, total = carry
-                self.start_scores(i, scores_ref)
-                plgpu.wgmma(acc_ref, weights, self.values(i - 1))
-                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                plgpu.barrier_arrive(self.cta.k_consumed.at[self.slot(i)])
-                weights, maximum, total, decay = self.softmax(scores, i, maximum, total)
-                acc = acc_ref[...]
-                plgpu.barrier_arrive(self.cta.v_consumed.at[self.slot(i - 1)])
-                acc_ref[...] = acc * over(decay, acc)
-                return weights, maximum, total
-
-            return pl.run_scoped(both, self.scores_type)
-
-        count = self.tile.count
-        weights, maximum, total = lax.fori_loop(1, count, step, (weights, maximum, total))
-        plgpu.wgmma(acc_ref, weights, self.values(count - 1))
-        acc = acc_ref[...]
-        plgpu.barrier_arrive(self.cta.v_consumed.at[self.slot(count - 1)])
-        return acc, maximum, total
-
-    def in_turn(self, weights: Array, maximum: Array, total: Array) -> tuple[Array, Array, Array]:
-        """The same without what interpret mode lacks: weights in registers, and accumulators that live on."""
-
-        def step(i, carry):
-            acc, weights, maximum, total = carry
-            scores = self.scores(i)
-            acc = acc + self.product(weights, i - 1)
-            weights, maximum, total, decay = self.softmax(scores, i, maximum, total)
-            return acc * over(decay, acc), weights, maximum, total
-
-        count, shape = self.tile.count, (ROWS, self.cta.q_smem.shape[2])
-        start = (zeros(shape, plgpu.Layout.WGMMA), weights, maximum, total)
-        acc, weights, maximum, total = lax.fori_loop(1, count, step, start)
-        return acc + self.product(weights, count - 1), maximum, total
-
-    def product(self, weights: Array, i: Array) -> Array:
-        """Weights times values of the i-th block, by way of shared memory."""
-        weights_smem = self.cta.weights_smem.at[self.cta.warpgroup]
-        weights_smem[...] = weights
-        plgpu.commit_smem()
-
-        def multiply(ref):
-            plgpu.wgmma(ref, weights_smem, self.values(i))
-            return ref[...]
-
-        out = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, self.cta.q_smem.shape[2])))
-        plgpu.barrier_arrive(self.cta.v_consumed.at[self.slot(i)])
-        return out
-
-    def slot(self, i: Array) -> Array:
-        return lax.rem(self.num_blocks + i, self.cta.options.tiling.stages)
-
-    @property
-    def scores_type(self) -> plgpu.WGMMAAccumulatorRef:
-        return plgpu.WGMMAAccumulatorRef((ROWS, self.cta.block))
-
-    def start_scores(self, i: Array, ref: Any) -> None:
-        plgpu.barrier_wait(self.cta.k_arrived.at[self.slot(i)])
-        plgpu.wgmma(ref, self.cta.q_smem.at[self.cta.warpgroup], self.cta.k_smem.at[self.slot(i)].T)
-
-    def scores(self, i: Array) -> Array:
-        def product(ref):
-            self.start_scores(i, ref)
-            return ref[...]
-
-        scores = pl.run_scoped(product, self.scores_type)
-        plgpu.barrier_arrive(self.cta.k_consumed.at[self.slot(i)])
-        return scores
-
-    def softmax(self, scores: Array, i: Array, maximum: Array, total: Array) -> tuple[Array, Array, Array, Array]:
-        """Weights of the i-th block, the new maximum and total, and what the old ones have decayed to."""
-        begin, options = self.cta.begin(self.tile, i), self.cta.options
-        scores, to_log2 = capped(scores, options.scale, options.soft_cap)
-        partial = begin + self.cta.block > jnp.minimum(self.first_row + 1, self.tile.kv_len)
-        if options.sliding_window is not None:
-            partial |= begin <= self.first_row + (ROWS - 1) - options.sliding_window
-        scores = lax.cond(partial, self.masked, lambda scores, begin: scores, scores, begin)
-        new = jnp.maximum(maximum, scores.max(axis=1) * to_log2)
-        decay = jnp.exp2(maximum - new)
-        weights = jnp.exp2(scores * to_log2 - over(new, scores))
-        return weights.astype(self.cta.q_smem.dtype), new, total * decay + weights.sum(axis=1), decay
-
-    def masked(self, scores: Array, begin: Array) -> Array:
-        position, row = begin + iota(scores.shape, 1), self.first_row + iota(scores.shape, 0)
-        seen = (position <= row) & (position < self.tile.kv_len)
-        if self.cta.options.sliding_window is not None:
-            seen &= position > row - self.cta.options.sliding_window
-        return jnp.where(seen, scores, -jnp.inf)
-
-    @property
-    def first_row(self) -> Array:
-        """The position of this warpgroup's first query."""
-        return self.tile.position + self.cta.warpgroup * ROWS
-
-    def values(self, i: Array) -> Any:
-        """The values of the i-th block, arrived, and zeros where nothing is written yet."""
-        plgpu.barrier_wait(self.cta.v_arrived.at[self.slot(i)])
-        values_smem = self.cta.v_smem.at[self.slot(i)]
-        num_written = self.tile.kv_len - self.cta.begin(self.tile, i)
-
-        @pl.when(num_written < self.cta.block)
-        def _():
-            zero_unwritten(values_smem, num_written)
-            plgpu.commit_smem()
-
-        return values_smem
 
 
 def _attend_kernel(

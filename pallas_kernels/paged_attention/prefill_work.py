@@ -6,11 +6,44 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxserve.pallas_kernels.paged_attention.hopper import ROWS
+from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, Scoring
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
 TILE = 2 * ROWS
 UNIT = 8  # rows of a swizzle
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    block: int  # positions whose scores are in registers at once
+    stages: int  # blocks in shared memory
+    multiprocessors: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the kernel knows when it is compiled, besides shapes."""
+
+    scoring: Scoring
+    tiling: Tiling
+    clears: bool  # rows that hold no query come out as zeros; else nobody reads them
+    interpret: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One tile of one head; all scalars. Its blocks are used from the last to the first."""
+
+    tile: Array
+    head: Array
+    sequence: Array
+    row: Array
+    position: Array
+    num_rows: Array
+    kv_len: Array
+    last: Array  # block, exclusive
+    count: Array  # blocks
 
 
 @jax.tree_util.register_dataclass

@@ -215,7 +215,7 @@ def test_a_plan_made_once_a_step_gives_what_one_made_on_the_spot_gives(name):
     np.testing.assert_array_equal(lse, expected_lse)
 
 
-@pytest.mark.skipif(ON_GPU, reason="prepares for the GPU")
+@pytest.mark.skipif(ON_GPU, reason="there None means the kernels, for which something is prepared")
 def test_nothing_is_prepared_for_xla():
     case = by_name["one_token"]
     q, kv, batch = inputs(case, jnp.bfloat16)
