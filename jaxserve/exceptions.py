@@ -15,7 +15,10 @@ class ParameterError(JaxserveError, ValueError):
     def __init__(self, parameter: str, value: object, expected: str):
         shown = repr(value)
         super().__init__(f"{parameter} must be {expected}, got {shown if len(shown) <= 200 else shown[:200] + '...'}")
-        self.parameter, self.value = parameter, value
+        self.parameter, self.value, self._expected = parameter, value, expected
+
+    def __reduce__(self):  # an exception is pickled by its message alone, and this one is made of three parts
+        return type(self), (self.parameter, self.value, self._expected)
 
 
 class RequestError(JaxserveError, ValueError):

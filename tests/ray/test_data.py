@@ -1,0 +1,81 @@
+"""The Ray Data stage on a local cluster of two replicas, with the demo model."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
+
+import jaxserve.ray
+from jaxserve import LLM, SamplingParams
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
+OPTIONS = {"max_model_len": 128, "max_num_seqs": 8, "warm_up": "off", "dtype": "float32"}
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+
+
+def prompt(i: int) -> str:
+    return f"The number {i} is"
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with LLM("smollm2-135m", **OPTIONS) as llm:
+        outputs = llm.generate([prompt(i) for i in range(40)], SamplingParams(**GREEDY), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def stage(rows: list[dict], **options):
+    dataset = ray.data.from_items(rows, override_num_blocks=20)
+    return jaxserve.ray.generate(
+        dataset, "smollm2-135m", replicas=2, sampling_params=GREEDY, batch_size=2, **OPTIONS, **options
+    )
+
+
+def processes(name: str) -> list[psutil.Process]:
+    """What runs under this process by that name, Ray's workers included."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if name in " ".join(process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+def test_rows_are_answered_and_bad_ones_say_why(cluster, expected):
+    rows = [
+        {"id": 0, "prompt": prompt(0), "messages": None, "sampling_params": None},
+        {"id": 1, "prompt": None, "messages": [{"role": "user", "content": "Hi"}], "sampling_params": {"max_tokens": 2}},
+        {"id": 2, "prompt": "", "messages": None, "sampling_params": None},
+        {"id": 3, "prompt": None, "messages": None, "sampling_params": None},
+        {"id": 4, "prompt": prompt(4), "messages": None, "sampling_params": {"top_p": 7.0}},
+        {"id": 5, "prompt": prompt(5), "messages": None, "sampling_params": None},
+    ]
+    dataset = ray.data.from_items(rows, override_num_blocks=1)
+    answered = jaxserve.ray.generate(dataset, "smollm2-135m", sampling_params=GREEDY, **OPTIONS).take_all()
+    by_id = {row["id"]: row for row in answered}
+    assert [by_id[i]["generated_text"] for i in (0, 5)] == [expected[0], expected[5]]
+    assert by_id[0]["error"] is None
+    assert by_id[0]["finish_reason"] in ("stop", "length")
+    assert by_id[1]["error"] is None
+    assert len(by_id[1]["generated_tokens"]) == 2
+    assert [by_id[i]["generated_text"] for i in (2, 3, 4)] == [None] * 3
+    assert "prompt" in by_id[2]["error"]
+    assert "either prompt or messages" in by_id[3]["error"]
+    assert "top_p" in by_id[4]["error"]
+    assert "7.0" in by_id[4]["error"]
+
+
+@pytest.mark.parametrize("victim", ["replica", "engine"])
+def test_no_row_is_lost_when_a_process_is_killed(cluster, expected, victim):
+    rows = iter(stage([{"id": i, "prompt": prompt(i)} for i in range(40)]).iter_rows())
+    answered = [next(rows)]  # so both replicas are at work
+    replicas = [p for p in processes("ray::") if "MapWorker" in " ".join(p.cmdline())]
+    assert len(replicas) == 2
+    target = replicas[0] if victim == "replica" else replicas[0].children()[-1]
+    os.kill(target.pid, signal.SIGKILL)
+    answered += rows
+    assert sorted(row["id"] for row in answered) == list(range(40))
+    assert [row["generated_text"] for row in sorted(answered, key=lambda row: row["id"])] == expected
+    assert all(row["error"] is None for row in answered)
