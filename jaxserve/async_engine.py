@@ -141,11 +141,6 @@ class AsyncLLM:
         return self._tokenizer
 
     @property
-    def default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config asks for."""
-        return self._inputs.default_sampling_params
-
-    @property
     def is_running(self) -> bool:
         return self._cause_of_death is None and self._process.is_alive()
 

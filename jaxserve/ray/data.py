@@ -106,7 +106,7 @@ class Generate:
 
     def _params(self, own: dict[str, Any] | None) -> SamplingParams:
         fields = {**self._sampling_params, **_without_nulls(own or {}), "output_kind": RequestOutputKind.FINAL_ONLY}
-        params = dataclasses.replace(self._llm.default_sampling_params, **fields)
+        params = dataclasses.replace(self._llm.get_default_sampling_params(), **fields)
         if params.n != 1:
             raise ParameterError("n", params.n, "1 in a dataset: repeat the row instead")
         return params
