@@ -140,6 +140,15 @@ class AsyncLLM:
             raise ValueError("this model has no tokenizer")
         return self._tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means for this model."""
+        return self._inputs.default_sampling_params
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What the engine can hold."""
+        return self._inputs.limits
+
     @property
     def is_running(self) -> bool:
         return self._cause_of_death is None and self._process.is_alive()

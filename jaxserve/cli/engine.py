@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.exceptions import RequestError
 
 if TYPE_CHECKING:
-    from jaxserve import LLM, LLMEngine, RequestOutput, SamplingParams
+    from jaxserve import LLM, AsyncLLM, LLMEngine, RequestOutput, SamplingParams
     from jaxserve.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 256  # the library's 16 is too short to read
@@ -18,6 +18,13 @@ def start(options: Mapping[str, Any]) -> "LLM":
     from jaxserve import LLM
 
     return LLM(**options)
+
+
+def start_async(options: Mapping[str, Any]) -> "AsyncLLM":
+    """As `start`, in a process of its own."""
+    from jaxserve import AsyncLLM
+
+    return AsyncLLM(**options)
 
 
 def require_text(name: str, text: str) -> None:

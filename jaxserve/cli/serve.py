@@ -1,0 +1,68 @@
+"""`jaxserve serve`: the OpenAI-compatible HTTP server."""
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxserve.cli import engine as driver
+from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.output import how_to_install
+from jaxserve.server.options import MAX_REQUEST_BYTES, ServerOptions
+
+if TYPE_CHECKING:
+    from jaxserve.server.run import HttpServer
+
+
+@takes(engine=ENGINE_OPTIONS)
+def serve(
+    engine: dict[str, Any],
+    host: Annotated[str, typer.Option(help="Address to bind. There is no TLS here.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to bind; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="JAXSERVE_API_KEY",
+            help="A key that clients must send as a bearer token; may be given several times.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in requests and answers.  [default: that of --model]")
+    ] = None,
+    max_request_bytes: Annotated[int, typer.Option(help="Longest body of a request.")] = MAX_REQUEST_BYTES,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests may go on after SIGTERM or Ctrl-C.")
+    ] = 30.0,
+) -> None:
+    """Serve the model over HTTP, to clients of OpenAI's API: completions and chat, whole or streamed.
+
+    /health tells whether the engine lives, /ready whether requests are taken, /openapi.json what may be asked. The
+    first SIGTERM or Ctrl-C refuses new requests and lets running ones end, the second ends them. A dead engine ends
+    the server, with exit code 1.
+    """
+    try:
+        from jaxserve.server.run import HttpServer
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ValueError(f"serve needs an HTTP server: {how_to_install('server')}") from error
+    options = ServerOptions(
+        served_model_name=served_model_name or engine["model"],
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        max_request_bytes=max_request_bytes,
+        drain_timeout_s=drain_timeout,
+    )
+    server = HttpServer(options)
+    shown_host = f"[{host}]" if ":" in host else host
+    print(f"listening on http://{shown_host}:{server.port}, loading {engine['model']}", flush=True)
+    asyncio.run(_until_stopped(server, engine), loop_factory=server.loop_factory)
+
+
+async def _until_stopped(server: "HttpServer", engine: dict[str, Any]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.stop)
+    await server.run(lambda: driver.start_async(engine), on_ready=lambda: print("ready", flush=True))
