@@ -1,5 +1,6 @@
-"""Fleets of engines on Ray: `generate` for batch inference in Ray Data, `build_app` for a service in Ray Serve."""
+"""Fleets of engines on Ray: `generate` for batch inference in Ray Data, `build_app` for a service on Ray Serve."""
 
 from jaxserve.ray.data import generate
+from jaxserve.ray.serve import build_app
 
-__all__ = ["generate"]
+__all__ = ["build_app", "generate"]

@@ -1,99 +1,156 @@
-"""A service on Ray Serve: replicas of an engine behind the OpenAI-compatible HTTP server, with prefix-aware routing.
+"""A service on Ray Serve: the HTTP server in front, replicas of the engine behind, like prompts to the same replica.
 
-    front end (HTTP, no model)  --PrefixRouter-->  Engine replica (AsyncLLM, its own accelerators)
-                                               \\->  Engine replica ...
+front end (HTTP, no model)  --PrefixRouter-->  Engine (an AsyncLLM with accelerators of its own)
+                                           \\-> Engine ...
 """
 
 import dataclasses
+import os
 import random
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
 
 from jaxserve.async_engine import AsyncLLM
 from jaxserve.engine_messages import TokenizerFacts
 from jaxserve.exceptions import EngineDeadError
+from jaxserve.input_processor import Prompt, RequestLimits
 from jaxserve.outputs import RequestOutput
 from jaxserve.ray.router import PrefixRouter
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.server import app as http
+from jaxserve.server.options import ServerOptions
 from jaxserve.tokenizer import Tokenizer
 
-MAX_ATTEMPTS = 3  # of one request, on as many replicas
+MAX_ATTEMPTS = 3  # of one request
+MAX_ONGOING = 1024  # requests of a replica; the engine has a queue of its own
+
+
+def build_app(
+    model: str,
+    *,
+    replicas: int = 1,
+    front_ends: int = 1,
+    resources: Mapping[str, Any] | None = None,
+    api_keys: tuple[str, ...] = (),
+    served_model_name: str | None = None,
+    **options: Any,
+) -> Application:
+    """An application for `ray.serve.run`: OpenAI's API, as of `jaxserve serve`, over `replicas` engines.
+
+    Args:
+        front_ends: processes that speak HTTP and route; each learns by itself where prompts went.
+        resources: what Ray is to reserve for a replica: `{"num_gpus": 1}`, `{"resources": {"TPU": 4}}`.
+        options: those of `LLM`.
+    """
+    engine = serve.deployment(
+        Engine,
+        name="engine",
+        num_replicas=replicas,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options=dict(resources or {}),
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+    ).bind(model, options)
+    server_options = ServerOptions(served_model_name=served_model_name or model, api_keys=tuple(api_keys))
+    front_end = serve.deployment(
+        serve.ingress()(FrontEnd), name="front_end", num_replicas=front_ends, max_ongoing_requests=MAX_ONGOING
+    )
+    return front_end.bind(engine, server_options)
 
 
 class Engine:
-    """One replica: an `AsyncLLM`, by remote calls. Serve replaces it when `check_health` raises."""
+    """One replica: an `AsyncLLM` by remote calls. Serve replaces it when `check_health` raises."""
 
     def __init__(self, model: str, options: Mapping[str, Any]):
         self._llm = AsyncLLM(model, **options)
 
     async def generate(
-        self, prompt: str | list[int], sampling_params: SamplingParams, request_id: str, options: Mapping[str, Any]
+        self, prompt: Prompt, params: SamplingParams, request_id: str, options: Mapping[str, Any]
     ) -> AsyncGenerator[RequestOutput]:
-        async for output in self._llm.generate(prompt, sampling_params, request_id, **options):
-            yield output
+        try:
+            async for output in self._llm.generate(prompt, params, request_id, **options):
+                yield output
+        except EngineDeadError:
+            os._exit(1)  # at once, or the router would send the next attempt to the replica that is idle: this one
 
-    async def facts(self) -> tuple[TokenizerFacts | None, SamplingParams]:
-        tokenizer = None if self._llm.tokenizer is None else TokenizerFacts.of(self._llm.tokenizer)
-        return tokenizer, self._llm.default_sampling_params
-
-    async def get_metrics(self) -> dict[str, float]:
-        return await self._llm.get_metrics()
+    async def facts(self) -> tuple[TokenizerFacts | None, RequestLimits, SamplingParams]:
+        """What a front end must know of the model."""
+        try:
+            tokenizer = TokenizerFacts.of(await self._llm.get_tokenizer())
+        except ValueError:
+            tokenizer = None
+        return tokenizer, self._llm.limits, self._llm.get_default_sampling_params()
 
     async def check_health(self) -> None:
         await self._llm.check_health()
 
 
 class RemoteLLM:
-    """What `AsyncLLM` offers to a server, over the replicas behind a handle."""
+    """What a server uses of `AsyncLLM`, over the replicas behind a handle."""
 
-    def __init__(self, engine: DeploymentHandle, tokenizer: Tokenizer | None, defaults: SamplingParams):
-        self._engine = engine
-        self.tokenizer, self.default_sampling_params = tokenizer, defaults
+    is_running = True  # a replica that dies is replaced
+
+    def __init__(
+        self, engine: DeploymentHandle, tokenizer: Tokenizer | None, limits: RequestLimits, defaults: SamplingParams
+    ):
+        self._engine, self._tokenizer, self.limits, self._defaults = engine, tokenizer, limits, defaults
         self._seeds = random.Random()
 
     @classmethod
     async def over(cls, engine: DeploymentHandle) -> "RemoteLLM":
-        """Waits for the first replica."""
-        facts, defaults = await engine.facts.remote()
-        return cls(engine, None if facts is None else facts.tokenizer(), defaults)
+        """Waits for a replica."""
+        tokenizer, limits, defaults = await engine.facts.remote()
+        return cls(engine, tokenizer and tokenizer.tokenizer(), limits, defaults)
 
     async def generate(
-        self, prompt: str | list[int], sampling_params: SamplingParams | None, request_id: str, **options: Any
+        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput]:
-        """As `AsyncLLM.generate`. A request whose replica dies starts again on another one, unless part of its answer
-        was already handed over as deltas.
+        """As `AsyncLLM.generate`. A request whose replica dies starts again on another, unless some of its deltas were
+        handed over already.
 
         Raises:
             EngineDeadError: its replica died, and it could not start again.
         """
-        params = sampling_params or self.default_sampling_params
-        if params.seed is None:  # so that a second attempt draws the same tokens
+        params = sampling_params or self._defaults
+        if params.seed is None:  # so that another attempt draws the same tokens
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
-        is_delta = params.output_kind is RequestOutputKind.DELTA
+        begun = False
         for attempt in range(1, MAX_ATTEMPTS + 1):
             stream = self._engine.options(stream=True).generate.remote(prompt, params, request_id, options)
-            begun = False
             try:
                 async for output in stream:
-                    begun = True
                     yield output
+                    begun = params.output_kind is RequestOutputKind.DELTA
                 return
-            except (RayActorError, EngineDeadError) as error:
-                if attempt == MAX_ATTEMPTS or (begun and is_delta):
+            except RayActorError as error:
+                if attempt == MAX_ATTEMPTS or begun:
                     raise EngineDeadError(f"the replica that served {request_id!r} died: {error}") from error
             finally:
-                stream.cancel()  # a no-op once it ended
+                stream.cancel()  # nothing, once it has ended
 
     async def get_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
+        """Raises ValueError for a model without one."""
+        if self._tokenizer is None:
             raise ValueError("this model has no tokenizer")
-        return self.tokenizer
+        return self._tokenizer
 
-    async def get_metrics(self) -> dict[str, float]:
-        """Those of one replica: Ray's own metrics tell of the fleet."""
-        return await self._engine.get_metrics.remote()
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self._defaults
+
+
+class FrontEnd:
+    """The HTTP server without an engine of its own."""
+
+    async def __init__(self, engine: DeploymentHandle, options: ServerOptions):
+        self._llm, self._options = await RemoteLLM.over(engine), options
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return http.build_app(self._llm, self._options)

@@ -1,7 +1,11 @@
 """The Ray Data stage on a local cluster of two replicas, with the demo model."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -46,7 +50,12 @@ def processes(name: str) -> list[psutil.Process]:
 def test_rows_are_answered_and_bad_ones_say_why(cluster, expected):
     rows = [
         {"id": 0, "prompt": prompt(0), "messages": None, "sampling_params": None},
-        {"id": 1, "prompt": None, "messages": [{"role": "user", "content": "Hi"}], "sampling_params": {"max_tokens": 2}},
+        {
+            "id": 1,
+            "prompt": None,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "sampling_params": {"max_tokens": 2},
+        },
         {"id": 2, "prompt": "", "messages": None, "sampling_params": None},
         {"id": 3, "prompt": None, "messages": None, "sampling_params": None},
         {"id": 4, "prompt": prompt(4), "messages": None, "sampling_params": {"top_p": 7.0}},
@@ -79,3 +88,16 @@ def test_no_row_is_lost_when_a_process_is_killed(cluster, expected, victim):
     assert sorted(row["id"] for row in answered) == list(range(40))
     assert [row["generated_text"] for row in sorted(answered, key=lambda row: row["id"])] == expected
     assert all(row["error"] is None for row in answered)
+
+
+def test_the_example_answers_a_file(tmp_path):
+    rows = [{"id": i, "prompt": prompt(i)} for i in range(3)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    example = Path(__file__).parents[2] / "examples" / "ray" / "batch.py"
+    command = [sys.executable, str(example), str(tmp_path / "in.jsonl"), str(tmp_path / "out"), "--max-tokens", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line for path in (tmp_path / "out").glob("*.json") for line in path.read_text().splitlines()]
+    answers = sorted(map(json.loads, lines), key=lambda row: row["id"])
+    assert [answer["id"] for answer in answers] == [0, 1, 2]
+    assert all(answer["generated_text"] for answer in answers)

@@ -1,0 +1,81 @@
+"""The Ray Serve application on a local cluster of two replicas, with the demo model and plain HTTP."""
+
+import concurrent.futures
+import os
+import signal
+import socket
+
+import httpx
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
+
+from ray import serve
+
+import jaxserve.ray
+from jaxserve import LLM, SamplingParams
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
+OPTIONS = {"max_model_len": 256, "max_num_seqs": 8, "warm_up": "off", "dtype": "float32"}
+PROMPTS = [f"The number {i} is" for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with LLM("smollm2-135m", **OPTIONS) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def url(cluster) -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(jaxserve.ray.build_app("smollm2-135m", replicas=2, **OPTIONS))
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+def complete(url: str, prompt: str, **options) -> dict:
+    body = {"model": "smollm2-135m", "prompt": prompt, "temperature": 0, "max_tokens": 24, **options}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    response.raise_for_status()
+    return response.json()
+
+
+def test_a_stream_and_an_error_pass_through(url, expected):
+    body = {"model": "smollm2-135m", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 24, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert len(lines) > 3
+    wrong = httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": -1}, timeout=120)
+    assert wrong.status_code == 400
+    assert "max_tokens" in wrong.text
+    assert complete(url, PROMPTS[0])["choices"][0]["text"] == expected[0]
+
+
+def test_prompts_that_begin_alike_find_their_prefix_cached(url):
+    stories = [f"{name} went out to sea one day. " * 10 for name in ("Anna", "Bert", "Carl", "Dora", "Emil", "Fred")]
+    for story in stories:
+        complete(url, story + "First,", max_tokens=1)
+    again = [complete(url, story + "Then,", max_tokens=1)["usage"] for story in stories]
+    assert all(usage["prompt_tokens_details"]["cached_tokens"] > 32 for usage in again)
+
+
+@pytest.mark.parametrize("victim", ["replica", "engine"])
+def test_no_request_is_lost_when_a_process_is_killed(url, expected, victim):
+    replicas = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "ray::ServeReplica:default:engine" in " ".join(p.info["cmdline"] or ())
+    ]
+    target = replicas[0] if victim == "replica" else replicas[0].children()[-1]
+    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = [pool.submit(complete, url, prompt) for prompt in PROMPTS]
+        next(concurrent.futures.as_completed(answers))
+        os.kill(target.pid, signal.SIGKILL)
+        assert [answer.result()["choices"][0]["text"] for answer in answers] == expected
