@@ -1,8 +1,9 @@
 """Batch inference on a Ray cluster: JSONL with a `prompt` or `messages` a row in, JSONL folders with the answers out.
 
-    python examples/ray/batch.py IN OUT [--model smollm2-135m] [--replicas 2] [--max-tokens 64]
+    python examples/ray/batch.py IN OUT [--model smollm2-135m] [--replicas 1] [--max-tokens 64]
 
-Without a cluster, Ray starts one on this machine. On GPUs or TPUs give each replica its own, see `resources` below.
+Without a cluster, Ray starts one on this machine. A replica takes a CPU of it, and reading the file another. On GPUs or
+TPUs give each replica its own, see `resources` below.
 """
 
 import argparse
@@ -17,7 +18,7 @@ def main() -> None:
     parser.add_argument("source", metavar="IN")
     parser.add_argument("target", metavar="OUT")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=64)
     arguments = parser.parse_args()
     answers = jaxserve.ray.generate(

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
+import ray
 
 import jaxserve.ray
 from jaxserve import LLM, SamplingParams

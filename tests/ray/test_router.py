@@ -1,9 +1,5 @@
 """Where requests go that begin alike."""
 
-import pytest
-
-pytest.importorskip("ray.serve", reason="the extra [ray] is not installed")
-
 from jaxserve.ray.router import CHUNK, PrefixHomes, beginnings
 
 

@@ -8,9 +8,6 @@ import socket
 import httpx
 import psutil
 import pytest
-
-ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
-
 from ray import serve
 
 import jaxserve.ray
