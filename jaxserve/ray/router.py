@@ -23,7 +23,7 @@ class PrefixHomes[Replica]:
         by_load = sorted(loads, key=lambda replica: loads[replica])
         for key in reversed(list(beginnings(prompt))):
             home = self._homes.get(key)
-            if home in loads:
+            if home is not None and home in loads:
                 if loads[home] - loads[by_load[0]] <= max_imbalance:
                     return [home, *(replica for replica in by_load if replica != home)]
                 break
