@@ -9,9 +9,13 @@ a mailbox never holds more than one output.
 import asyncio
 import itertools
 import logging
+import operator
+import os
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
+
+import msgspec
 
 from jaxserve.config import EngineConfig
 from jaxserve.core_types import CoreOutput, CoreRequest
@@ -20,6 +24,7 @@ from jaxserve.engine_process import CoreFactory, EngineProcess, start_core
 from jaxserve.exceptions import EngineDeadError, RequestError
 from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits
 from jaxserve.mailbox import Mailbox
+from jaxserve.metrics import StepRecord
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -134,6 +139,22 @@ class AsyncLLM:
         """The engine's counters, as `LLM.get_metrics` gives them."""
         return await self._ask("get_metrics")
 
+    async def recent_steps(self, since: int = 0) -> list[StepRecord]:
+        """Records of the engine's last steps (at most 512), oldest first; only of those after step number `since`."""
+        return msgspec.convert(await self._ask("recent_steps", operator.index(since)), list[StepRecord])
+
+    async def start_profile(self, directory: str | os.PathLike[str]) -> None:
+        """Starts a JAX profiler trace of the engine's process, which `stop_profile` writes into `directory`.
+
+        Raises:
+            RequestError: the directory cannot be made, or a profile runs already; the engine goes on.
+        """
+        await self._ask("start_profile", os.path.abspath(directory))
+
+    async def stop_profile(self) -> None:
+        """Ends the profile and writes it, which holds the engine up. Raises RequestError when none runs."""
+        await self._ask("stop_profile")
+
     async def get_tokenizer(self) -> Tokenizer:
         """Raises ValueError for a model without one."""
         if self._tokenizer is None:
@@ -170,12 +191,12 @@ class AsyncLLM:
         self._flush_soon()
         self._take_tokens([CoreOutput(seq_id=i, new_token_ids=[], finish_reason="abort") for i in seq_ids])
 
-    async def _ask(self, method: str) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         self._check_alive()
         self._attach(asyncio.get_running_loop())
         number = next(self._numbers)
+        self._outbox.questions.append(Question.of(number, method, *arguments))
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._outbox.questions.append(Question(number, method))
         self._flush_soon()
         try:
             return await answer
@@ -234,7 +255,10 @@ class AsyncLLM:
                 self._mailboxes.pop(rejection.request_id).fail(rejection.error())
         for answer in message.answers:
             if (future := self._answers.get(answer.number)) is not None and not future.done():
-                future.set_result(answer.value)
+                if answer.error is None:
+                    future.set_result(answer.value)
+                else:
+                    future.set_exception(RequestError(answer.error))
         self._take_tokens(message.outputs)
 
     def _take_tokens(self, tokens: list[CoreOutput]) -> None:
