@@ -37,7 +37,7 @@ def request(num_tokens: int, prompt: tuple[int, ...] = (5, 6)) -> TimedRequest:
 
 def drive_with(requests, arrivals, **options):
     clock = Clock()
-    engine = FakeEngine(on_step=clock.step)
+    engine = FakeEngine(on_step=clock.step, now=clock.now)
     return drive(engine, requests, arrivals, now=clock.now, sleep=clock.sleep, **options), engine, clock
 
 
@@ -53,14 +53,23 @@ def test_an_idle_engine_sleeps_until_the_next_arrival():
     run, _, clock = drive_with([request(1), request(1)], [0.0, 1.0])
     assert clock.slept == pytest.approx(0.9)
     assert run.duration_s == pytest.approx(1.1)
-    assert [step.num_requests for step in run.steps] == [1, 1]
+    assert [step.num_requests_running for step in run.steps] == [1, 1]
+
+
+def test_steps_of_an_earlier_run_do_not_count():
+    clock = Clock()
+    engine = FakeEngine(on_step=clock.step, now=clock.now)
+    for num_tokens in (3, 2):
+        run = drive(engine, [request(num_tokens)], [0.0], now=clock.now, sleep=clock.sleep)
+    assert [step.step for step in run.steps] == [4, 5]
+    assert run.steps[0].start_time == pytest.approx(run.start_time)
 
 
 def test_max_concurrency_holds_requests_back():
     run, engine, _ = drive_with([request(2)] * 5, [0.0] * 5, max_concurrency=2)
     assert engine.most_running == 2
     assert run.records[-1].ttft_s == pytest.approx(0.5)
-    assert sum(step.num_tokens for step in run.steps) == 10
+    assert sum(step.num_new_tokens for step in run.steps) == 10
 
 
 def test_a_refused_request_has_failed_and_the_others_go_on():
@@ -73,7 +82,7 @@ def test_each_request_is_counted_as_it_ends():
     clock = Clock()
     requests = [request(1), request(3), request(1, prompt=())]
     drive(
-        FakeEngine(on_step=clock.step),
+        FakeEngine(on_step=clock.step, now=clock.now),
         requests,
         [0.0, 0.0, 0.05],
         now=clock.now,
