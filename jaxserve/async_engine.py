@@ -12,11 +12,12 @@ import logging
 import operator
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
 
+from jaxserve import tracing
 from jaxserve.config import EngineConfig
 from jaxserve.core_types import CoreOutput, CoreRequest
 from jaxserve.engine_messages import FromEngine, Group, Question, ToEngine
@@ -46,16 +47,18 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **options: Any):
-        self._start(start_core, EngineConfig.of(model, **options))
+        config = EngineConfig.of(model, **options)
+        tracer = tracing.configured(config.runtime.otlp_traces_endpoint, model=model)
+        self._start(start_core, config, tracer)
 
     @classmethod
     def over(cls, factory: CoreFactory, config: Any) -> "AsyncLLM":
         """An `AsyncLLM` over another token core: `factory(config)` is called in the child process."""
         self = cls.__new__(cls)
-        self._start(factory, config)
+        self._start(factory, config, tracing.configured(None))
         return self
 
-    def _start(self, factory: CoreFactory, config: Any) -> None:
+    def _start(self, factory: CoreFactory, config: Any, tracer: tracing.RequestTracer | None) -> None:
         self._process = EngineProcess(factory, config)
         facts = self._process.facts
         self._tokenizer = None if facts.tokenizer is None else facts.tokenizer.tokenizer()
@@ -63,7 +66,7 @@ class AsyncLLM:
             vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, max_logprobs=facts.max_logprobs
         )
         self._inputs = InputProcessor(self._tokenizer, limits, facts.generation_config, seed=facts.seed)
-        self._outputs = OutputProcessor(self._tokenizer)
+        self._outputs = OutputProcessor(self._tokenizer, tracer)
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that reads the pipe
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by number of the question
@@ -81,6 +84,7 @@ class AsyncLLM:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yields the request's outputs, as `output_kind` says, until one is `finished`.
 
@@ -91,6 +95,7 @@ class AsyncLLM:
             priority: lower goes first, under scheduling_policy="priority".
             deadline: seconds from now; a request that is not done by then ends with finish_reason "abort".
             cache_salt: requests share cached pages only with the same salt.
+            trace_headers: may hold a W3C `traceparent`, below which the request's span goes.
 
         Raises:
             RequestError, ParameterError, TypeError: this request is bad, or its id is in use; no other is harmed.
@@ -111,7 +116,7 @@ class AsyncLLM:
             deadline=deadline,
             cache_salt=cache_salt,
         )
-        mailbox = self._submit(request_id, prompt, sequences)
+        mailbox = self._submit(request_id, prompt, sequences, trace_headers)
         finished = False
         try:
             while not finished:
@@ -174,12 +179,16 @@ class AsyncLLM:
         """Ends the engine's process, by force after `timeout` seconds. Whoever still waits gets EngineDeadError."""
         self._die("the engine was shut down")
         self._process.close(timeout)
+        self._outputs.close()
 
     # ------------------------------------------------------------------------------------------- to the child process
 
-    def _submit(self, request_id: str, prompt: Prompt, sequences: list[CoreRequest]) -> Mailbox:
-        self._outbox.groups.append(Group.of(request_id, sequences))
-        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, sequences)
+    def _submit(
+        self, request_id: str, prompt: Prompt, sequences: list[CoreRequest], trace_headers: Mapping[str, str] | None
+    ) -> Mailbox:
+        group = Group.of(request_id, sequences)
+        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, sequences, trace_headers)
+        self._outbox.groups.append(group)
         self._flush_soon()
         mailbox = self._mailboxes[request_id] = Mailbox(sequences[0].params.output_kind)
         return mailbox
@@ -251,8 +260,9 @@ class AsyncLLM:
             raise EngineDeadError(message.death)
         for rejection in message.rejections:
             if rejection.seq_id in self._outputs.seq_ids(rejection.request_id):
-                self._outputs.discard(rejection.request_id)
-                self._mailboxes.pop(rejection.request_id).fail(rejection.error())
+                error = rejection.error()
+                self._outputs.discard(rejection.request_id, error)
+                self._mailboxes.pop(rejection.request_id).fail(error)
         for answer in message.answers:
             if (future := self._answers.get(answer.number)) is not None and not future.done():
                 if answer.error is None:
@@ -284,8 +294,9 @@ class AsyncLLM:
         self._cause_of_death = cause
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._process.fileno())
-            for mailbox in self._mailboxes.values():
-                mailbox.fail(EngineDeadError(cause))
+            for request_id, mailbox in self._mailboxes.items():
+                mailbox.fail(error := EngineDeadError(cause))
+                self._outputs.discard(request_id, error)
             for future in self._answers.values():
                 if not future.done():
                     future.set_exception(EngineDeadError(cause))

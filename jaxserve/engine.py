@@ -6,12 +6,12 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve import weights
+from jaxserve import tracing, weights
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
 from jaxserve.exceptions import EngineDeadError, ParameterError, QueueFullError, RequestError
@@ -242,6 +242,7 @@ class LLMEngine:
     """Requests of text in, outputs of text out, one `step()` at a time. The testable whole; not thread-safe."""
 
     def __init__(self, config: EngineConfig):
+        tracer = tracing.configured(config.runtime.otlp_traces_endpoint, model=config.model.model)
         start = time.monotonic()
         loaded = load_model(config)
         self.tokenizer: Tokenizer | None = loaded.tokenizer
@@ -251,7 +252,7 @@ class LLMEngine:
         self._inputs = InputProcessor(
             self.tokenizer, self.core.limits(), loaded.generation_config, seed=config.model.seed
         )
-        self._outputs = OutputProcessor(self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, tracer)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -266,6 +267,7 @@ class LLMEngine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
         """Queues one request; `params=None` takes the model's defaults.
 
@@ -273,6 +275,7 @@ class LLMEngine:
             priority: lower goes first, under scheduling_policy="priority".
             deadline: seconds from now; a request that is not done by then ends with finish_reason "abort".
             cache_salt: requests share cached pages only with the same salt.
+            trace_headers: may hold a W3C `traceparent`, below which the request's span goes.
 
         Raises:
             RequestError: the request cannot be served (duplicate id, empty or too long prompt, queue full, ...).
@@ -285,13 +288,13 @@ class LLMEngine:
         cores = self._inputs.process(
             prompt, params, now=time.monotonic(), priority=priority, deadline=deadline, cache_salt=cache_salt
         )
-        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, cores)
+        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, cores, trace_headers)
         try:
             for core in cores:
                 self.core.add_request(core)
-        except BaseException:
+        except BaseException as error:
             self.core.finish([core.seq_id for core in cores], "abort")
-            self._outputs.discard(request_id)
+            self._outputs.discard(request_id, error)
             raise
 
     def step(self) -> list[RequestOutput]:
@@ -346,6 +349,7 @@ class LLMEngine:
 
     def close(self) -> None:
         self.core.close()
+        self._outputs.close()
 
 
 def load_model(config: EngineConfig) -> weights.LoadedModel:

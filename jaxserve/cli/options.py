@@ -53,6 +53,11 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
         "When to compile the step programs: background, blocking or off.",
         unset="background; generate: off; bench: blocking",
     ),
+    "otlp_traces_endpoint": Opt(
+        str,
+        "Send a trace of each request to this OTLP/gRPC endpoint, such as http://localhost:4317 (extra [tracing]).",
+        unset="OTEL_EXPORTER_OTLP_ENDPOINT, else none",
+    ),
 }
 
 SAMPLING_OPTIONS: Mapping[str, Opt] = {  # fields of jaxserve.SamplingParams
