@@ -1,0 +1,108 @@
+"""Step records and profiles of the real engine, in process and in its own process."""
+
+import asyncio
+import itertools
+import time
+
+import pytest
+from jax.profiler import ProfileData
+
+from jaxserve import AsyncLLM, RequestError, SamplingParams
+
+OPTIONS = {"dtype": "float32", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 64, "warm_up": "off"}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def async_llm(tiny_model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        llm = AsyncLLM(tiny_model, **OPTIONS, num_pages=100, max_num_seqs=4)
+    yield llm
+    llm.shutdown()
+
+
+async def generate(llm, name="r"):
+    return [output async for output in llm.generate("The quick brown", GREEDY, name)][-1]
+
+
+def events(directory):
+    """Names of all events in the one profile below `directory`."""
+    (file,) = directory.rglob("*.xplane.pb")
+    planes = ProfileData.from_file(str(file)).planes
+    return {event.name for plane in planes for line in plane.lines for event in line.events}
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_records_agree_with_the_counters(make_llm, async_scheduling):
+    llm, before = make_llm(async_scheduling=async_scheduling), time.monotonic()
+    prompts = [[5] * 90, [6] * 20, [7] * 3]
+    llm.generate(prompts, GREEDY, use_tqdm=False)
+    steps, metrics = llm.recent_steps(), llm.get_metrics()
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    assert metrics["jaxserve:num_steps"] == len(steps)
+    assert metrics['jaxserve:iteration_tokens_bucket{le="+Inf"}'] == len(steps)
+    assert sum(step.num_new_tokens for step in steps) == metrics["jaxserve:generation_tokens"] == 3 * 6
+    assert sum(step.num_prefill_tokens for step in steps) == sum(map(len, prompts))
+    computed = sum(step.num_decode_rows + step.num_prefill_tokens for step in steps)
+    assert computed == metrics["jaxserve:iteration_tokens"]
+    assert {(step.layer_lo, step.layer_hi) for step in steps if step.num_prefill_rows} == {(0, 3)}
+    assert {(step.layer_lo, step.layer_hi) for step in steps if not step.num_prefill_rows} == {(0, 0)}
+    assert max(step.num_requests_running for step in steps) == 3
+    assert max(step.kv_cache_usage for step in steps) > 0
+    assert steps[0].start_time >= before
+    assert steps[-1].end_time <= time.monotonic()
+    assert all(one.end_time <= next_one.start_time for one, next_one in itertools.pairwise(steps))
+    assert llm.recent_steps(since=steps[-2].step) == steps[-1:]
+
+
+def test_records_cross_from_the_engines_process(async_llm):
+    async def main():
+        before = time.monotonic()
+        output = await generate(async_llm)
+        steps = await async_llm.recent_steps()
+        assert sum(step.num_new_tokens for step in steps) == len(output.outputs[0].token_ids) == 6
+        assert before <= steps[0].start_time < steps[-1].end_time <= time.monotonic()  # one clock for both processes
+        assert await async_llm.recent_steps(since=steps[-1].step) == []
+        for bad, error in (("1", TypeError), (1 << 70, RequestError)):
+            with pytest.raises(error):
+                await async_llm.recent_steps(since=bad)
+        await generate(async_llm)
+
+    asyncio.run(main())
+
+
+def test_gaps_between_tokens_are_kept(llm):
+    (output,) = llm.generate([5, 6, 7], SamplingParams(n=2, max_tokens=5, ignore_eos=True, seed=1), use_tqdm=False)
+    times = output.metrics
+    assert times.num_generation_tokens == 10
+    assert len(times.inter_token_latencies) == 8
+    (output,) = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+    times = output.metrics
+    assert sum(times.inter_token_latencies) == pytest.approx(times.last_token_time - times.first_token_time)
+
+
+def test_a_profile_of_the_engine_in_process(llm, tmp_path):
+    llm.start_profile(tmp_path / "new" / "profile")
+    with pytest.raises(RequestError, match=r"cannot profile into .*already"):
+        llm.start_profile(tmp_path)
+    llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+    llm.stop_profile()
+    assert any("forward_step" in name for name in events(tmp_path / "new"))
+    with pytest.raises(RequestError, match="cannot end the profile"):
+        llm.stop_profile()
+
+
+def test_a_profile_of_the_engines_own_process(async_llm, tmp_path):
+    async def main():
+        (tmp_path / "file").touch()
+        with pytest.raises(RequestError, match="cannot profile into .*file"):
+            await async_llm.start_profile(tmp_path / "file")
+        await async_llm.start_profile(tmp_path / "profile")
+        await generate(async_llm)
+        await async_llm.stop_profile()
+        with pytest.raises(RequestError, match="cannot end the profile"):
+            await async_llm.stop_profile()
+
+    asyncio.run(main())
+    assert any("forward_step" in name for name in events(tmp_path / "profile"))
