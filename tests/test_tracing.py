@@ -166,7 +166,9 @@ def test_spans_reach_a_collector_by_otlp_before_shutdown_returns(monkeypatch):
         server.stop(None)
     resource = receiver.requests[0].resource_spans[0]
     assert "jaxserve" in {a.value.string_value for a in resource.resource.attributes if a.key == "service.name"}
-    assert {span.name for scope in resource.scope_spans for span in scope.spans} == {"llm_request"}  # echo says no times
+    assert {span.name for scope in resource.scope_spans for span in scope.spans} == {
+        "llm_request"
+    }  # echo says no times
 
 
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported():

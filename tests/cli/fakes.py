@@ -106,3 +106,9 @@ class FakeLLM:
         while self.llm_engine.has_unfinished_requests():
             done |= {output.request_id: output for output in self.llm_engine.step() if output.finished}
         return [done[str(i)] for i in range(len(prompts))]
+
+    def start_profile(self, directory) -> None:
+        self.profile = [str(directory), len(self.llm_engine.steps)]
+
+    def stop_profile(self) -> None:
+        self.profile.append(len(self.llm_engine.steps))

@@ -4,9 +4,10 @@ import re
 import sys
 
 import pytest
-from fakes import FakeEngine
+from fakes import FakeEngine, FakeLLM
 
 from jaxserve import RequestOutputKind, SamplingParams
+from jaxserve.cli import engine as driver
 from jaxserve.cli.bench.plot import require_drawable
 from jaxserve.cli.bench.serve import TimedRequest, drive
 from jaxserve.exceptions import RequestError
@@ -213,3 +214,32 @@ def test_latency_leaves_the_warm_up_out(run):
     assert len(result["latencies"]) == 3
     assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 3)
     assert set(result["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
+
+
+@pytest.mark.parametrize(
+    ("command", "num_warm"),
+    [
+        (("serve", "--num-prompts", "2", "--random-output-len", "3", "--num-warmups", "1"), 3),
+        (("throughput", "--num-prompts", "2", "--random-output-len", "3", "--num-warmups", "1"), 3),
+        (("latency", "--num-iters", "2", "--num-iters-warmup", "1", "--batch-size", "2", "--output-len", "3"), 3),
+    ],
+)
+def test_a_profile_holds_the_measured_steps_and_no_others(run, tmp_path, command, num_warm):
+    code, _, _, llm = run("bench", command[0], "--model", "m", *command[1:], "--profile", str(tmp_path / "trace"))
+    assert code == 0
+    assert llm.profile == [str(tmp_path / "trace"), num_warm, len(llm.llm_engine.steps)]
+
+
+def test_a_profile_ends_when_its_run_fails(tmp_path):
+    llm = FakeLLM()
+    with pytest.raises(ZeroDivisionError), driver.profiled(llm, tmp_path):
+        raise ZeroDivisionError
+    assert llm.profile == [str(tmp_path), 0, 0]
+
+
+def test_a_profile_into_a_file_is_refused_before_the_model_loads(run, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    code, _, err, llm = run("bench", "throughput", "--model", "m", "--profile", str(file))
+    assert (code, llm) == (2, None)
+    assert f"'--profile': Directory '{file}' is a file" in err

@@ -96,7 +96,7 @@ def test_a_profile_of_the_engine_in_process(llm, tmp_path):
 def test_a_profile_of_the_engines_own_process(async_llm, tmp_path):
     async def main():
         (tmp_path / "file").touch()
-        with pytest.raises(RequestError, match="cannot profile into .*file"):
+        with pytest.raises(RequestError, match=r"cannot profile into .*file"):
             await async_llm.start_profile(tmp_path / "file")
         await async_llm.start_profile(tmp_path / "profile")
         await generate(async_llm)

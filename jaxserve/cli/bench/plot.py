@@ -1,6 +1,6 @@
 """A picture of a serving benchmark: how the times are spread, and what the steps did."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ def _layers(axes: Any, run: "Run") -> None:
     axes.set(ylabel="layers of prefill")
 
 
-def _bars(axes: Any, run: "Run", heights: list[float], **look: Any) -> None:
+def _bars(axes: Any, run: "Run", heights: Sequence[float], **look: Any) -> None:
     starts = [step.start_time - run.start_time for step in run.steps]
     axes.bar(starts, heights, width=[step.duration_s for step in run.steps], align="edge", **look)
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxserve.cli import engine as driver
 from jaxserve.cli.bench import engine as bench_engine
 from jaxserve.cli.bench.metrics import RequestRecord, parse_goodput, parse_percentiles, summary
-from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import require_writable, show
 from jaxserve.exceptions import RequestError
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
@@ -40,6 +41,7 @@ def serve(
     plot: Annotated[Path | None, typer.Option(help="Draw the distributions and the steps into this file.")] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Send requests at random times and time what a client sees.
 
@@ -64,7 +66,7 @@ def serve(
             with bench_engine.counting("warm-up requests", num_warmups) as one_done:
                 drive(llm.llm_engine, [_request(r) for r in warm], [0.0] * num_warmups, on_end=one_done)
         requests = [_request(r) for r in bench_engine.requests(llm.llm_engine, workload, rng)]
-        with bench_engine.counting("requests", len(requests)) as one_done:
+        with driver.profiled(llm, profile), bench_engine.counting("requests", len(requests)) as one_done:
             run = drive(llm.llm_engine, requests, arrivals, max_concurrency=max_concurrency, on_end=one_done)
     result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
     show(result, f"bench serve, {request_rate:g} requests/s", as_json=as_json, file=output_json)
