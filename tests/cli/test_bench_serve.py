@@ -242,4 +242,4 @@ def test_a_profile_into_a_file_is_refused_before_the_model_loads(run, tmp_path):
     file.touch()
     code, _, err, llm = run("bench", "throughput", "--model", "m", "--profile", str(file))
     assert (code, llm) == (2, None)
-    assert f"'--profile': Directory '{file}' is a file" in err
+    assert f"--profile': dir '{file}' is a file" in err
