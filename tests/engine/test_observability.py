@@ -8,6 +8,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jaxserve import AsyncLLM, RequestError, SamplingParams
+from jaxserve.server.metrics import engine_families
 
 OPTIONS = {"dtype": "float32", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 64, "warm_up": "off"}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -106,3 +107,12 @@ def test_a_profile_of_the_engines_own_process(async_llm, tmp_path):
 
     asyncio.run(main())
     assert any("forward_step" in name for name in events(tmp_path / "profile"))
+
+
+def test_every_counter_of_the_engine_is_exported_to_prometheus(llm):
+    values = llm.get_metrics()
+    exported = {sample.name for family in engine_families(values, "m") for sample in family.samples}
+    lacking = [name for name in values if not exported & {stem := name.split("{")[0], f"{stem}_total"}]
+    # The one histogram goes by vLLM's name there.
+    assert [name for name in lacking if not name.startswith("jaxserve:iteration_tokens")] == []
+    assert {f"jaxserve:iteration_tokens_total_{part}" for part in ("bucket", "sum", "count")} <= exported
