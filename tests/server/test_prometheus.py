@@ -40,8 +40,7 @@ def observe_run(metrics: ServerMetrics, kind: RequestOutputKind, n: int = 1) -> 
     outputs.add("r", None, cores)
     for now, tokens, reason in ((2.0, [5], None), (2.5, [6], None), (4.0, [7, 8], "length")):
         updates = [
-            CoreOutput(seq_id=i, new_token_ids=tokens, finish_reason=reason, first_scheduled_time=1.0)
-            for i in range(n)
+            CoreOutput(seq_id=i, new_token_ids=tokens, finish_reason=reason, first_scheduled_time=1.0) for i in range(n)
         ]
         for output in outputs.process(updates, now)[0]:
             metrics.observe(output)
