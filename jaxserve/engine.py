@@ -130,7 +130,8 @@ class EngineCore:
             now = time.monotonic()
             plan = self.scheduler.schedule(now)
             if plan is not None:
-                self._in_flight.append(self.runner.dispatch(plan))
+                with jax.profiler.StepTraceAnnotation("step", step_num=plan.step):  # what profilers group by
+                    self._in_flight.append(self.runner.dispatch(plan))
                 self._recorder.start(now)
             outputs = self._read(down_to=0 if plan is None else self._depth)
             return outputs + [self._output(update) for update in self.scheduler.expired()]
@@ -193,7 +194,9 @@ class EngineCore:
         """
         try:
             pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(directory)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # a record of every Python call slows each step and fills the trace
+            jax.profiler.start_trace(directory, profiler_options=options)
         except (OSError, RuntimeError) as error:
             raise RequestError(f"cannot profile into {directory}: {error}") from error
 
