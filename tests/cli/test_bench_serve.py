@@ -2,6 +2,7 @@ import dataclasses
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from fakes import FakeEngine, FakeLLM
@@ -243,3 +244,11 @@ def test_a_profile_into_a_file_is_refused_before_the_model_loads(run, tmp_path):
     code, _, err, llm = run("bench", "throughput", "--model", "m", "--profile", str(file))
     assert (code, llm) == (2, None)
     assert f"--profile': dir '{file}' is a file" in err
+
+
+def test_the_documented_profile_command_runs(run, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^jaxserve (bench serve .*)$", page, re.MULTILINE)
+    code, _, _, llm = run(*line.replace("/tmp/profile", str(tmp_path)).split(), "--random-input-len", "4")
+    assert code == 0
+    assert llm.profile[0] == str(tmp_path)

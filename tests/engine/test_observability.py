@@ -2,13 +2,16 @@
 
 import asyncio
 import itertools
+import re
 import time
+from pathlib import Path
 
 import pytest
 from jax.profiler import ProfileData
 
-from jaxserve import AsyncLLM, RequestError, SamplingParams
-from jaxserve.server.metrics import engine_families
+import jaxserve
+from jaxserve import LLM, AsyncLLM, RequestError, SamplingParams
+from jaxserve.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, engine_families
 
 OPTIONS = {"dtype": "float32", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 64, "warm_up": "off"}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -131,3 +134,21 @@ def test_every_counter_of_the_engine_is_exported_to_prometheus(llm):
     # The one histogram goes by vLLM's name there.
     assert [name for name in lacking if not name.startswith("jaxserve:iteration_tokens")] == []
     assert {f"jaxserve:iteration_tokens_total_{part}" for part in ("bucket", "sum", "count")} <= exported
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_documentation_runs(tiny_model, monkeypatch, capsys):
+    example = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)[0]
+    monkeypatch.setattr(jaxserve, "LLM", lambda *_, **__: LLM(tiny_model, **OPTIONS, num_pages=100))
+    exec(compile(example, "observability.md", "exec"), {})
+    *steps, num_tokens = capsys.readouterr().out.splitlines()
+    assert 1 <= int(num_tokens) <= 8
+    assert len(steps) >= int(num_tokens)
+    assert steps[0].endswith("(0, 3)")
+
+
+def test_the_documentation_lists_every_metric():
+    listed = set(re.findall(r"`(\w+)`", "".join(line for line in PAGE.splitlines() if line.startswith("| `"))))
+    assert listed - {"finished_reason"} == {*GAUGES, *COUNTERS, *HISTOGRAMS, "iteration_tokens_total"}
