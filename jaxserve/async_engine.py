@@ -9,10 +9,15 @@ a mailbox never holds more than one output.
 import asyncio
 import itertools
 import logging
+import operator
+import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+import msgspec
+
+from jaxserve import tracing
 from jaxserve.config import EngineConfig
 from jaxserve.core_types import CoreOutput, CoreRequest
 from jaxserve.engine_messages import FromEngine, Group, Question, ToEngine
@@ -20,6 +25,7 @@ from jaxserve.engine_process import CoreFactory, EngineProcess, start_core
 from jaxserve.exceptions import EngineDeadError, RequestError
 from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits
 from jaxserve.mailbox import Mailbox
+from jaxserve.metrics import StepRecord
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -41,16 +47,18 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **options: Any):
-        self._start(start_core, EngineConfig.of(model, **options))
+        config = EngineConfig.of(model, **options)
+        tracer = tracing.configured(config.runtime.otlp_traces_endpoint, model=model)
+        self._start(start_core, config, tracer)
 
     @classmethod
     def over(cls, factory: CoreFactory, config: Any) -> "AsyncLLM":
         """An `AsyncLLM` over another token core: `factory(config)` is called in the child process."""
         self = cls.__new__(cls)
-        self._start(factory, config)
+        self._start(factory, config, tracing.configured(None))
         return self
 
-    def _start(self, factory: CoreFactory, config: Any) -> None:
+    def _start(self, factory: CoreFactory, config: Any, tracer: tracing.RequestTracer | None) -> None:
         self._process = EngineProcess(factory, config)
         facts = self._process.facts
         self._tokenizer = None if facts.tokenizer is None else facts.tokenizer.tokenizer()
@@ -58,7 +66,7 @@ class AsyncLLM:
             vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, max_logprobs=facts.max_logprobs
         )
         self._inputs = InputProcessor(self._tokenizer, limits, facts.generation_config, seed=facts.seed)
-        self._outputs = OutputProcessor(self._tokenizer)
+        self._outputs = OutputProcessor(self._tokenizer, tracer)
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that reads the pipe
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by number of the question
@@ -76,6 +84,7 @@ class AsyncLLM:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yields the request's outputs, as `output_kind` says, until one is `finished`.
 
@@ -86,6 +95,7 @@ class AsyncLLM:
             priority: lower goes first, under scheduling_policy="priority".
             deadline: seconds from now; a request that is not done by then ends with finish_reason "abort".
             cache_salt: requests share cached pages only with the same salt.
+            trace_headers: may hold a W3C `traceparent`, below which the request's span goes.
 
         Raises:
             RequestError, ParameterError, TypeError: this request is bad, or its id is in use; no other is harmed.
@@ -106,7 +116,7 @@ class AsyncLLM:
             deadline=deadline,
             cache_salt=cache_salt,
         )
-        mailbox = self._submit(request_id, prompt, sequences)
+        mailbox = self._submit(request_id, prompt, sequences, trace_headers)
         finished = False
         try:
             while not finished:
@@ -133,6 +143,22 @@ class AsyncLLM:
     async def get_metrics(self) -> Any:
         """The engine's counters, as `LLM.get_metrics` gives them."""
         return await self._ask("get_metrics")
+
+    async def recent_steps(self, since: int = 0) -> list[StepRecord]:
+        """Records of the engine's last steps (at most 512), oldest first; only of those after step number `since`."""
+        return msgspec.convert(await self._ask("recent_steps", operator.index(since)), list[StepRecord])
+
+    async def start_profile(self, directory: str | os.PathLike[str]) -> None:
+        """Starts a JAX profiler trace of the engine's process, which `stop_profile` writes into `directory`.
+
+        Raises:
+            RequestError: the directory cannot be made, or a profile runs already; the engine goes on.
+        """
+        await self._ask("start_profile", os.path.abspath(directory))
+
+    async def stop_profile(self) -> None:
+        """Ends the profile and writes it, which holds the engine up. Raises RequestError when none runs."""
+        await self._ask("stop_profile")
 
     async def get_tokenizer(self) -> Tokenizer:
         """Raises ValueError for a model without one."""
@@ -162,12 +188,16 @@ class AsyncLLM:
         """Ends the engine's process, by force after `timeout` seconds. Whoever still waits gets EngineDeadError."""
         self._die("the engine was shut down")
         self._process.close(timeout)
+        self._outputs.close()
 
     # ------------------------------------------------------------------------------------------- to the child process
 
-    def _submit(self, request_id: str, prompt: Prompt, sequences: list[CoreRequest]) -> Mailbox:
-        self._outbox.groups.append(Group.of(request_id, sequences))
-        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, sequences)
+    def _submit(
+        self, request_id: str, prompt: Prompt, sequences: list[CoreRequest], trace_headers: Mapping[str, str] | None
+    ) -> Mailbox:
+        group = Group.of(request_id, sequences)
+        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, sequences, trace_headers)
+        self._outbox.groups.append(group)
         self._flush_soon()
         mailbox = self._mailboxes[request_id] = Mailbox(sequences[0].params.output_kind)
         return mailbox
@@ -179,12 +209,12 @@ class AsyncLLM:
         self._flush_soon()
         self._take_tokens([CoreOutput(seq_id=i, new_token_ids=[], finish_reason="abort") for i in seq_ids])
 
-    async def _ask(self, method: str) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         self._check_alive()
         self._attach(asyncio.get_running_loop())
         number = next(self._numbers)
+        self._outbox.questions.append(Question.of(number, method, *arguments))
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._outbox.questions.append(Question(number, method))
         self._flush_soon()
         try:
             return await answer
@@ -239,11 +269,15 @@ class AsyncLLM:
             raise EngineDeadError(message.death)
         for rejection in message.rejections:
             if rejection.seq_id in self._outputs.seq_ids(rejection.request_id):
-                self._outputs.discard(rejection.request_id)
-                self._mailboxes.pop(rejection.request_id).fail(rejection.error())
+                error = rejection.error()
+                self._outputs.discard(rejection.request_id, error)
+                self._mailboxes.pop(rejection.request_id).fail(error)
         for answer in message.answers:
             if (future := self._answers.get(answer.number)) is not None and not future.done():
-                future.set_result(answer.value)
+                if answer.error is None:
+                    future.set_result(answer.value)
+                else:
+                    future.set_exception(RequestError(answer.error))
         self._take_tokens(message.outputs)
 
     def _take_tokens(self, tokens: list[CoreOutput]) -> None:
@@ -269,8 +303,9 @@ class AsyncLLM:
         self._cause_of_death = cause
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._process.fileno())
-            for mailbox in self._mailboxes.values():
-                mailbox.fail(EngineDeadError(cause))
+            for request_id, mailbox in self._mailboxes.items():
+                mailbox.fail(error := EngineDeadError(cause))
+                self._outputs.discard(request_id, error)
             for future in self._answers.values():
                 if not future.done():
                     future.set_exception(EngineDeadError(cause))

@@ -100,10 +100,14 @@ class RuntimeOptions:
     async_scheduling: bool = True  # the device runs step n+1 while the host reads step n
     warm_up: Literal["background", "blocking", "off"] = "background"
     compilation_cache_dir: str | None = "~/.cache/jaxserve/xla"  # None = JAX's own setting
+    otlp_traces_endpoint: str | None = None  # None = what OpenTelemetry's environment variables name, if anything
 
     def __post_init__(self) -> None:
         _flag("async_scheduling", self.async_scheduling)
         _one_of("warm_up", self.warm_up, ("background", "blocking", "off"))
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not str(endpoint).startswith(("http://", "https://")):
+            raise ParameterError("otlp_traces_endpoint", endpoint, "a URL such as http://localhost:4317")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

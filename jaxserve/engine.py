@@ -6,22 +6,22 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve import weights
+from jaxserve import tracing, weights
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
 from jaxserve.exceptions import EngineDeadError, ParameterError, QueueFullError, RequestError
 from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits
-from jaxserve.metrics import EngineMetrics
+from jaxserve.metrics import EngineMetrics, StepRecord, StepRecorder
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.runner import Runner, StepFuture
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import PagePool, PoolTooSmall, QueueFull, Request, RequestUpdate, Scheduler
+from jaxserve.scheduler import PagePool, PoolTooSmall, QueueFull, Request, RequestUpdate, Scheduler, StepPlan
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class EngineCore:
         self._requests: dict[int, Request] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         self._metrics = EngineMetrics()
+        self._recorder = StepRecorder(runner.num_layers)
         self._cause_of_death: str | None = None
 
     @classmethod
@@ -126,9 +127,12 @@ class EngineCore:
         """
         self._check_alive()
         try:
-            plan = self.scheduler.schedule(time.monotonic())
+            now = time.monotonic()
+            plan = self.scheduler.schedule(now)
             if plan is not None:
-                self._in_flight.append(self.runner.dispatch(plan))
+                with jax.profiler.StepTraceAnnotation("step", step_num=plan.step):  # what profilers group by
+                    self._in_flight.append(self.runner.dispatch(plan))
+                self._recorder.start(now)
             outputs = self._read(down_to=0 if plan is None else self._depth)
             return outputs + [self._output(update) for update in self.scheduler.expired()]
         except Exception as error:
@@ -148,11 +152,15 @@ class EngineCore:
             result = future.result()
             self._collect_prompt_logprobs(future)
             del self._in_flight[0]
-            updates = self.scheduler.commit(future.plan, result, time.monotonic())
-            self._metrics.num_steps += 1
-            self._metrics.iteration_tokens += len(future.plan.decode) + future.plan.num_prefill_tokens
+            now = time.monotonic()
+            updates = self.scheduler.commit(future.plan, result, now)
+            self._record(future.plan, sum(len(update.new_token_ids) for update in updates), now)
             outputs += [self._output(update) for update in updates]
         return outputs
+
+    def _record(self, plan: StepPlan, num_new_tokens: int, now: float) -> None:
+        self._metrics.count_step(len(plan.decode) + plan.num_prefill_tokens)
+        self._recorder.end(plan, self.scheduler.stats(), num_new_tokens=num_new_tokens, now=now)
 
     def _check_alive(self) -> None:
         if self._cause_of_death is not None:
@@ -173,6 +181,35 @@ class EngineCore:
             compile_seconds=self.runner.compile_s,
             **{f"start_{part}_seconds": seconds for part, seconds in self.start_s.items()},
         )
+
+    def recent_steps(self, since: int = 0) -> list[StepRecord]:
+        """Records of the last steps (at most 512), oldest first; only of those after step number `since`."""
+        return self._recorder.recent(since)
+
+    def start_profile(self, directory: str) -> None:
+        """Starts to trace this process with JAX's profiler; `stop_profile` writes the trace into `directory`.
+
+        Raises:
+            RequestError: the directory cannot be made, or a profile runs already; the engine goes on.
+        """
+        try:
+            pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # a record of every Python call slows each step and fills the trace
+            jax.profiler.start_trace(directory, profiler_options=options)
+        except (OSError, RuntimeError) as error:
+            raise RequestError(f"cannot profile into {directory}: {error}") from error
+
+    def stop_profile(self) -> None:
+        """Ends the profile and writes it; no step runs meanwhile, which may take seconds.
+
+        Raises:
+            RequestError: no profile runs, or it cannot be written.
+        """
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as error:
+            raise RequestError(f"cannot end the profile: {error}") from error
 
     def close(self) -> None:
         """Stops background compiles. The core cannot step any more."""
@@ -208,6 +245,7 @@ class LLMEngine:
     """Requests of text in, outputs of text out, one `step()` at a time. The testable whole; not thread-safe."""
 
     def __init__(self, config: EngineConfig):
+        tracer = tracing.configured(config.runtime.otlp_traces_endpoint, model=config.model.model)
         start = time.monotonic()
         loaded = load_model(config)
         self.tokenizer: Tokenizer | None = loaded.tokenizer
@@ -217,7 +255,7 @@ class LLMEngine:
         self._inputs = InputProcessor(
             self.tokenizer, self.core.limits(), loaded.generation_config, seed=config.model.seed
         )
-        self._outputs = OutputProcessor(self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, tracer)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -232,6 +270,7 @@ class LLMEngine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
         """Queues one request; `params=None` takes the model's defaults.
 
@@ -239,6 +278,7 @@ class LLMEngine:
             priority: lower goes first, under scheduling_policy="priority".
             deadline: seconds from now; a request that is not done by then ends with finish_reason "abort".
             cache_salt: requests share cached pages only with the same salt.
+            trace_headers: may hold a W3C `traceparent`, below which the request's span goes.
 
         Raises:
             RequestError: the request cannot be served (duplicate id, empty or too long prompt, queue full, ...).
@@ -251,13 +291,13 @@ class LLMEngine:
         cores = self._inputs.process(
             prompt, params, now=time.monotonic(), priority=priority, deadline=deadline, cache_salt=cache_salt
         )
-        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, cores)
+        self._outputs.add(request_id, prompt if isinstance(prompt, str) else None, cores, trace_headers)
         try:
             for core in cores:
                 self.core.add_request(core)
-        except BaseException:
+        except BaseException as error:
             self.core.finish([core.seq_id for core in cores], "abort")
-            self._outputs.discard(request_id)
+            self._outputs.discard(request_id, error)
             raise
 
     def step(self) -> list[RequestOutput]:
@@ -294,8 +334,25 @@ class LLMEngine:
         """All counters and gauges by name."""
         return self.core.get_metrics()
 
+    def recent_steps(self, since: int = 0) -> list[StepRecord]:
+        """Records of the last steps (at most 512), oldest first; only of those after step number `since`."""
+        return self.core.recent_steps(since)
+
+    def start_profile(self, directory: str | os.PathLike[str]) -> None:
+        """Starts a JAX profiler trace of this process, which `stop_profile` writes into `directory`.
+
+        Raises:
+            RequestError: the directory cannot be made, or a profile runs already; the engine goes on.
+        """
+        self.core.start_profile(os.fspath(directory))
+
+    def stop_profile(self) -> None:
+        """Ends the profile and writes it, which may take seconds. Raises RequestError when none runs."""
+        self.core.stop_profile()
+
     def close(self) -> None:
         self.core.close()
+        self._outputs.close()
 
 
 def load_model(config: EngineConfig) -> weights.LoadedModel:

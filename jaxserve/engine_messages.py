@@ -48,11 +48,8 @@ class Group(msgspec.Struct, array_like=True):
     @classmethod
     def of(cls, request_id: str, sequences: list[CoreRequest]) -> "Group":
         """Raises RequestError when a value in it is not plain (numbers, strings of Unicode, lists, dicts)."""
-        try:
-            _PACK(request_id)  # it crosses outside of `packed`, where a failure would cost the whole message
-            return cls(request_id, sequences[0].seq_id, msgspec.Raw(_PACK(sequences)))
-        except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
-            raise RequestError(f"the request holds a value that cannot reach the engine: {error}") from error
+        _pack(request_id)  # it crosses outside of `packed`, where a failure would cost the whole message
+        return cls(request_id, sequences[0].seq_id, msgspec.Raw(_pack(sequences)))
 
     def sequences(self) -> list[CoreRequest]:
         """Raises RequestError when a field has the wrong type."""
@@ -62,15 +59,29 @@ class Group(msgspec.Struct, array_like=True):
             raise RequestError(f"the request holds a value of the wrong type: {error}") from error
 
 
+def _pack(value: Any) -> bytes:
+    try:
+        return _PACK(value)
+    except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise RequestError(f"the request holds a value that cannot reach the engine: {error}") from error
+
+
 _PACK = msgspec.msgpack.Encoder().encode
 _UNPACK = msgspec.msgpack.Decoder(list[CoreRequest]).decode
 
 
 class Question(msgspec.Struct, array_like=True):
-    """A call, without arguments, of one of the core's methods; the parent waits for the answer."""
+    """A call of one of the core's methods with plain arguments; the parent waits for the answer."""
 
     number: int
     method: str
+    arguments: list[Any] = []
+
+    @classmethod
+    def of(cls, number: int, method: str, *arguments: Any) -> "Question":
+        """Raises RequestError when an argument is not plain."""
+        _pack(arguments)  # here, where a failure costs this question only
+        return cls(number, method, list(arguments))
 
 
 class ToEngine(msgspec.Struct, array_like=True):
@@ -96,10 +107,11 @@ class Rejection(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What a `Question` got: a plain value."""
+    """What a `Question` got: a plain value, or the message of the RequestError that it met."""
 
     number: int
-    value: Any
+    value: Any = None
+    error: str | None = None
 
 
 class FromEngine(msgspec.Struct, array_like=True):

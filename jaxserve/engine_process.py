@@ -140,8 +140,11 @@ def _obey(core: Core, message: ToEngine, reply: FromEngine) -> None:
     for seq_id, stop in message.stops:
         core.finish([seq_id], "stop", stop)
     for question in message.questions:
-        value = msgspec.to_builtins(getattr(core, question.method)())
-        reply.answers.append(Answer(question.number, value))
+        try:
+            value = msgspec.to_builtins(getattr(core, question.method)(*question.arguments))
+            reply.answers.append(Answer(question.number, value))
+        except RequestError as error:
+            reply.answers.append(Answer(question.number, error=str(error)))
 
 
 # ----------------------------------------------------------------------------------------------- the parent's side

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import LLMEngine
 from jaxserve.exceptions import EngineDeadError, RequestError
 from jaxserve.input_processor import Prompt
+from jaxserve.metrics import StepRecord
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.tokenizer import Tokenizer
@@ -131,6 +133,22 @@ class LLM:
     def get_metrics(self) -> dict[str, float]:
         """All counters and gauges of the engine by name."""
         return self.llm_engine.get_metrics()
+
+    def recent_steps(self, since: int = 0) -> list[StepRecord]:
+        """Records of the engine's last steps (at most 512), oldest first; only of those after step number `since`."""
+        return self.llm_engine.recent_steps(since)
+
+    def start_profile(self, directory: str | os.PathLike[str]) -> None:
+        """Starts a JAX profiler trace, which `stop_profile` writes into `directory`; see docs/observability.md.
+
+        Raises:
+            RequestError: the directory cannot be made, or a profile runs already; the engine goes on.
+        """
+        self.llm_engine.start_profile(directory)
+
+    def stop_profile(self) -> None:
+        """Ends the profile and writes it, which may take seconds. Raises RequestError when none runs."""
+        self.llm_engine.stop_profile()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached pages."""

@@ -1,13 +1,16 @@
 """From token updates to what callers read: text, stop strings, logprobs, the n samples of a request put together."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
 from jaxserve.detokenizer import IncrementalDetokenizer
+from jaxserve.exceptions import EngineDeadError
 from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.tracing import RequestTracer
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -23,6 +26,7 @@ class Sequence:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    last_token_time: float | None = None
     num_sent_tokens: int = 0  # for DELTA outputs
     num_sent_chars: int = 0
 
@@ -41,13 +45,14 @@ class RequestState:
     num_unfinished: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    trace_context: Any = None  # where its spans belong; the tracer's
 
 
 class OutputProcessor:
     """Pure host work. Owns the state of every request that has not had its last output."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, tracer: RequestTracer | None = None):
+        self._tokenizer, self._tracer = tokenizer, tracer
         self._sequences: dict[int, Sequence] = {}
         self._requests: dict[str, RequestState] = {}
 
@@ -57,8 +62,20 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request_id: str, prompt: str | None, cores: list[CoreRequest]) -> None:
-        """Starts to follow a request; `cores` are its n sequences."""
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        cores: list[CoreRequest],
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts to follow a request; `cores` are its n sequences.
+
+        Raises:
+            TypeError: trace_headers are no mapping.
+        """
+        if trace_headers is not None and not isinstance(trace_headers, Mapping):
+            raise TypeError(f"trace_headers must be None or a mapping of names, got {type(trace_headers).__name__}")
         params = cores[0].params
         state = RequestState(
             request_id=request_id,
@@ -68,6 +85,7 @@ class OutputProcessor:
             kind=params.output_kind,
             metrics=RequestMetrics(arrival_time=cores[0].arrival_time),
             num_unfinished=len(cores),
+            trace_context=None if self._tracer is None else self._tracer.context(trace_headers or {}),
         )
         for index, core in enumerate(cores):
             sequence = Sequence(
@@ -88,11 +106,20 @@ class OutputProcessor:
         sequences = [] if state is None else state.sequences
         return [sequence.seq_id for sequence in sequences if sequence.finish_reason is None]
 
-    def discard(self, request_id: str) -> None:
-        """Forgets a request that the core refused."""
+    def discard(self, request_id: str, error: BaseException) -> None:
+        """Forgets a request that the core refused, or that ended with the engine."""
         for seq_id in self.seq_ids(request_id):
             del self._sequences[seq_id]
-        self._requests.pop(request_id, None)
+        state = self._requests.pop(request_id, None)
+        if state is not None and self._tracer is not None:
+            self._tracer.end(state, error)
+
+    def close(self) -> None:
+        """Ends the spans of requests that have not ended, and sends what is not sent yet."""
+        for request_id in list(self._requests):
+            self.discard(request_id, EngineDeadError("the engine was closed"))
+        if self._tracer is not None:
+            self._tracer.shutdown()
 
     def process(
         self, core_outputs: Iterable[CoreOutput], now: float
@@ -144,12 +171,13 @@ class OutputProcessor:
         """Adds new tokens; returns the stop string that they complete, if any."""
         state, new = sequence.request, core.new_token_ids
         metrics = state.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = core.first_scheduled_time
         if new:
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
-                metrics.first_scheduled_time = core.first_scheduled_time
                 state.num_cached_tokens = core.num_cached_tokens
-            metrics.last_token_time = now
+            _count_tokens(sequence, len(new), now)
             sequence.token_ids += new
             if core.logprobs is not None and sequence.logprobs is not None:
                 self._append_logprobs(sequence, core.logprobs)
@@ -190,6 +218,8 @@ class OutputProcessor:
         if finished:
             state.metrics.finished_time = now
             del self._requests[state.request_id]
+            if self._tracer is not None:
+                self._tracer.end(state)
         completions = [completion(sequence, delta) for sequence in (sequences if delta else state.sequences)]
         prompt_logprobs = state.prompt_logprobs
         if delta:
@@ -204,6 +234,16 @@ class OutputProcessor:
             num_cached_tokens=state.num_cached_tokens,
             metrics=state.metrics,
         )
+
+
+def _count_tokens(sequence: Sequence, num_tokens: int, now: float) -> None:
+    metrics = sequence.request.metrics
+    metrics.num_generation_tokens += num_tokens
+    if sequence.last_token_time is not None:
+        metrics.inter_token_latencies.append(now - sequence.last_token_time)
+    if num_tokens > 1:  # they came together
+        metrics.inter_token_latencies += [0.0] * (num_tokens - 1)
+    sequence.last_token_time = metrics.last_token_time = now
 
 
 def completion(sequence: Sequence, delta: bool) -> CompletionOutput:

@@ -37,8 +37,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
         return self.finish_reason is not None
 
 
-class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times of one request in seconds on the engine's monotonic clock; None = not reached yet."""
+class RequestMetrics(msgspec.Struct, kw_only=True, eq=False, weakref=True):
+    """Times of one request in seconds on the engine's monotonic clock; None = not reached yet.
+
+    All outputs of a request share the one object, which is up to date; observers know the request by it.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -46,6 +49,8 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_generation_tokens: int = 0  # of all samples so far
+    inter_token_latencies: list[float] = []  # each gap between two tokens of a sample, as the engine gave them out
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):

@@ -309,6 +309,10 @@ class Runner:
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
 
+    @property
+    def num_layers(self) -> int:
+        return self._model.config.num_layers
+
     def close(self) -> None:
         self._compiler.close()
 

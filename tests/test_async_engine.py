@@ -125,7 +125,7 @@ def test_a_stop_string_ends_the_request_here_and_in_the_child(start):
 def test_a_deadline_reaches_the_core_as_a_time(shared, monkeypatch):
     async def main():
         submit, seen = shared._submit, []
-        monkeypatch.setattr(shared, "_submit", lambda *args: (seen.extend(args[-1]), submit(*args))[1])
+        monkeypatch.setattr(shared, "_submit", lambda *args: (seen.extend(args[2]), submit(*args))[1])
         async for _ in shared.generate("a", params(1), "r", deadline=5.0, priority=3, cache_salt="s"):
             pass
         assert 4.0 < seen[0].deadline - time.monotonic() <= 5.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxserve.cli import engine as driver
-from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import how_to_install, progress
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def batch(
     source: Annotated[Path, typer.Argument(help="JSONL file: prompts, messages or rows of OpenAI's batch API.")],
     target: Annotated[Path, typer.Argument(help="JSONL file to write: one line a row, in the same order.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the totals as JSON.")] = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Answer every row of a JSONL file. A bad row gets an error in its own line and stops no other.
 
@@ -36,7 +37,7 @@ def batch(
             raise
         raise ValueError(f"batch reads through Grain: {how_to_install('batch')}") from error
     rows = JsonLines(source)  # before the model, so that a wrong path is told at once
-    with driver.start(engine) as llm, _progress(len(rows)) as on_row:
+    with driver.start(engine) as llm, driver.profiled(llm, profile), _progress(len(rows)) as on_row:
         totals = run_batch(llm.llm_engine, rows, target, model_name=engine["model"], on_row=on_row)
     if as_json:
         print(json.dumps({"rows": totals.num_rows, "failed": totals.failed, **_tokens(totals)}))

@@ -1,7 +1,9 @@
 """What the commands do with an engine: start it, stream from it, put streams in order."""
 
+import contextlib
 import dataclasses
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.exceptions import RequestError
@@ -25,6 +27,19 @@ def start_async(options: Mapping[str, Any]) -> "AsyncLLM":
     from jaxserve import AsyncLLM
 
     return AsyncLLM(**options)
+
+
+@contextlib.contextmanager
+def profiled(llm: "LLM", directory: Path | None) -> Iterator[None]:
+    """Profiles what runs inside, also when it fails; None = does nothing."""
+    if directory is None:
+        yield
+        return
+    llm.start_profile(directory)
+    try:
+        yield
+    finally:
+        llm.stop_profile()
 
 
 def require_text(name: str, text: str) -> None:

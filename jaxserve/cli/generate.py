@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxserve.cli import engine as driver
-from jaxserve.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, takes
+from jaxserve.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, ProfileOption, takes
 from jaxserve.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Continue each prompt, or answer it with --chat. The text streams to stdout.
 
@@ -32,7 +33,7 @@ def generate(
     kind = RequestOutputKind.FINAL_ONLY if as_json else RequestOutputKind.DELTA
     write = JsonWriter(texts) if as_json else TextWriter(texts)
     # One batch needs few programs: compiling all of them beside it would only slow it down.
-    with driver.start({"warm_up": "off", **engine}) as llm:
+    with driver.start({"warm_up": "off", **engine}) as llm, driver.profiled(llm, profile):
         llm_engine = llm.llm_engine
         prompts = {str(i): encode(llm_engine, text, chat=chat) for i, text in enumerate(texts)}
         params = driver.sampling_params(llm_engine, sampling, output_kind=kind)

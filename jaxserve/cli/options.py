@@ -6,6 +6,7 @@ An option without a default that was not given is left out, so that the library'
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -55,6 +56,11 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
         "When to compile the step programs: background, blocking or off.",
         unset="background; generate: off; bench: blocking",
     ),
+    "otlp_traces_endpoint": Opt(
+        str,
+        "Send a trace of each request to this OTLP/gRPC endpoint, such as http://localhost:4317 (extra [tracing]).",
+        unset="OTEL_EXPORTER_OTLP_ENDPOINT, else none",
+    ),
 }
 
 SAMPLING_OPTIONS: Mapping[str, Opt] = {  # fields of jaxserve.SamplingParams
@@ -79,6 +85,11 @@ SAMPLING_OPTIONS: Mapping[str, Opt] = {  # fields of jaxserve.SamplingParams
     "stop": Opt(list[str], "End the answer before this text; may be given several times."),
     "ignore_eos": Opt(bool, "Go on past the end-of-sequence token.", unset="off"),
 }
+
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(file_okay=False, writable=True, help="Write a JAX profiler trace of the run into this folder."),
+]
 
 
 def require_command(context: typer.Context) -> None:

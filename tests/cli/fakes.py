@@ -1,8 +1,10 @@
 """An engine for tests of the commands: one token a step for each running request, no jax."""
 
+import time
 from types import SimpleNamespace
 
 from jaxserve.exceptions import RequestError
+from jaxserve.metrics import StepRecord
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -21,15 +23,15 @@ class FakeTokenizer:
 class FakeEngine:
     """Answers a prompt of length p with "p0 p1 p2 ...", `max_tokens` words of it. `step` calls `on_step` first."""
 
-    def __init__(self, on_step=lambda: None):
+    def __init__(self, on_step=lambda: None, now=time.monotonic):
         self.default_sampling_params = SamplingParams(temperature=0.25)
         self.tokenizer = FakeTokenizer()
         self.core = self
-        self.num_computed = 0
+        self.steps: list[StepRecord] = []
         self.running: dict[str, SimpleNamespace] = {}
         self.aborted: list[str] = []
         self.most_running = 0
-        self._on_step = on_step
+        self._on_step, self._now = on_step, now
 
     def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:
@@ -39,8 +41,8 @@ class FakeEngine:
     def limits(self) -> SimpleNamespace:
         return SimpleNamespace(vocab_size=50)
 
-    def get_metrics(self) -> dict[str, float]:
-        return {"jaxserve:iteration_tokens": self.num_computed}
+    def recent_steps(self, since: int = 0) -> list[StepRecord]:
+        return self.steps[since:]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
@@ -49,9 +51,11 @@ class FakeEngine:
         self.aborted += [i for i in request_ids if self.running.pop(i, None)]
 
     def step(self) -> list[RequestOutput]:
+        start, rows = self._now(), len(self.running)
         self._on_step()
-        self.num_computed += len(self.running)
-        self.most_running = max(self.most_running, len(self.running))
+        self.most_running = max(self.most_running, rows)
+        duration, number = self._now() - start, len(self.steps) + 1
+        self.steps.append(StepRecord(number, start, duration, rows, 0, 0, 0, 0, rows, rows, 0, 0.0))
         outputs = [self._advance(request_id) for request_id in list(self.running)]
         return [output for output in outputs if output is not None]
 
@@ -102,3 +106,9 @@ class FakeLLM:
         while self.llm_engine.has_unfinished_requests():
             done |= {output.request_id: output for output in self.llm_engine.step() if output.finished}
         return [done[str(i)] for i in range(len(prompts))]
+
+    def start_profile(self, directory) -> None:
+        self.profile = [str(directory), len(self.llm_engine.steps)]
+
+    def stop_profile(self) -> None:
+        self.profile.append(len(self.llm_engine.steps))

@@ -2,11 +2,13 @@ import dataclasses
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
-from fakes import FakeEngine
+from fakes import FakeEngine, FakeLLM
 
 from jaxserve import RequestOutputKind, SamplingParams
+from jaxserve.cli import engine as driver
 from jaxserve.cli.bench.plot import require_drawable
 from jaxserve.cli.bench.serve import TimedRequest, drive
 from jaxserve.exceptions import RequestError
@@ -37,7 +39,7 @@ def request(num_tokens: int, prompt: tuple[int, ...] = (5, 6)) -> TimedRequest:
 
 def drive_with(requests, arrivals, **options):
     clock = Clock()
-    engine = FakeEngine(on_step=clock.step)
+    engine = FakeEngine(on_step=clock.step, now=clock.now)
     return drive(engine, requests, arrivals, now=clock.now, sleep=clock.sleep, **options), engine, clock
 
 
@@ -53,14 +55,23 @@ def test_an_idle_engine_sleeps_until_the_next_arrival():
     run, _, clock = drive_with([request(1), request(1)], [0.0, 1.0])
     assert clock.slept == pytest.approx(0.9)
     assert run.duration_s == pytest.approx(1.1)
-    assert [step.num_requests for step in run.steps] == [1, 1]
+    assert [step.num_requests_running for step in run.steps] == [1, 1]
+
+
+def test_steps_of_an_earlier_run_do_not_count():
+    clock = Clock()
+    engine = FakeEngine(on_step=clock.step, now=clock.now)
+    for num_tokens in (3, 2):
+        run = drive(engine, [request(num_tokens)], [0.0], now=clock.now, sleep=clock.sleep)
+    assert [step.step for step in run.steps] == [4, 5]
+    assert run.steps[0].start_time == pytest.approx(run.start_time)
 
 
 def test_max_concurrency_holds_requests_back():
     run, engine, _ = drive_with([request(2)] * 5, [0.0] * 5, max_concurrency=2)
     assert engine.most_running == 2
     assert run.records[-1].ttft_s == pytest.approx(0.5)
-    assert sum(step.num_tokens for step in run.steps) == 10
+    assert sum(step.num_new_tokens for step in run.steps) == 10
 
 
 def test_a_refused_request_has_failed_and_the_others_go_on():
@@ -73,7 +84,7 @@ def test_each_request_is_counted_as_it_ends():
     clock = Clock()
     requests = [request(1), request(3), request(1, prompt=())]
     drive(
-        FakeEngine(on_step=clock.step),
+        FakeEngine(on_step=clock.step, now=clock.now),
         requests,
         [0.0, 0.0, 0.05],
         now=clock.now,
@@ -204,3 +215,40 @@ def test_latency_leaves_the_warm_up_out(run):
     assert len(result["latencies"]) == 3
     assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 3)
     assert set(result["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
+
+
+@pytest.mark.parametrize(
+    ("command", "num_warm"),
+    [
+        (("serve", "--num-prompts", "2", "--random-output-len", "3", "--num-warmups", "1"), 3),
+        (("throughput", "--num-prompts", "2", "--random-output-len", "3", "--num-warmups", "1"), 3),
+        (("latency", "--num-iters", "2", "--num-iters-warmup", "1", "--batch-size", "2", "--output-len", "3"), 3),
+    ],
+)
+def test_a_profile_holds_the_measured_steps_and_no_others(run, tmp_path, command, num_warm):
+    code, _, _, llm = run("bench", command[0], "--model", "m", *command[1:], "--profile", str(tmp_path / "trace"))
+    assert code == 0
+    assert llm.profile == [str(tmp_path / "trace"), num_warm, len(llm.llm_engine.steps)]
+
+
+def test_a_profile_ends_when_its_run_fails(tmp_path):
+    llm = FakeLLM()
+    with pytest.raises(ZeroDivisionError), driver.profiled(llm, tmp_path):
+        raise ZeroDivisionError
+    assert llm.profile == [str(tmp_path), 0, 0]
+
+
+def test_a_profile_into_a_file_is_refused_before_the_model_loads(run, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    code, _, err, llm = run("bench", "throughput", "--model", "m", "--profile", str(file))
+    assert (code, llm) == (2, None)
+    assert f"--profile': dir '{file}' is a file" in err
+
+
+def test_the_documented_profile_command_runs(run, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^jaxserve (bench serve .*)$", page, re.MULTILINE)
+    code, _, _, llm = run(*line.replace("/tmp/profile", str(tmp_path)).split(), "--random-input-len", "4")
+    assert code == 0
+    assert llm.profile[0] == str(tmp_path)

@@ -177,3 +177,9 @@ def test_a_sampling_value_out_of_range_is_named(run, name):
     assert code == 2
     assert err.startswith(f"error: {name[2:].replace('-', '_')} must be")
     assert err.count("\n") == 1
+
+
+def test_generate_profiles_its_run(run, tmp_path):
+    code, _, _, llm = run("generate", *MODEL, "--prompt", "ab", "--profile", str(tmp_path))
+    assert code == 0
+    assert llm.profile == [str(tmp_path), 0, 3]

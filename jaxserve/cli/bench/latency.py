@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxserve.cli import engine as driver
 from jaxserve.cli.bench import engine as bench_engine
 from jaxserve.cli.bench.metrics import percentile
-from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import require_writable, show
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
@@ -25,6 +26,7 @@ def latency(
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Time batches of prompts of one length, one after another."""
     require_writable(output_json)
@@ -32,18 +34,28 @@ def latency(
     params = bench_engine.greedy(output_len)
     lens = {"num_prompts": batch_size, "random_input_len": input_len, "random_output_len": output_len}
     workload = {**lens, "random_range_ratio": 0.0, "random_prefix_len": 0}
-    latencies = []
     num_batches = num_iters_warmup + num_iters
     with bench_engine.start(engine) as llm, bench_engine.counting("batches", num_batches) as one_done:
-        for _ in range(num_batches):  # new prompts each time, so that no prefix is in the cache
-            prompts = [r.prompt_token_ids for r in bench_engine.requests(llm.llm_engine, workload, rng)]
+
+        def run_batch() -> float:
+            prompts = bench_engine.requests(
+                llm.llm_engine, workload, rng
+            )  # new ones, so that no prefix is in the cache
             began = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            latencies.append(time.perf_counter() - began)
+            llm.generate([prompt.prompt_token_ids for prompt in prompts], params, use_tqdm=False)
+            elapsed_s = time.perf_counter() - began
             one_done()
-    measured = latencies[num_iters_warmup:]
+            return elapsed_s
+
+        for _ in range(num_iters_warmup):
+            run_batch()
+        with driver.profiled(llm, profile):
+            latencies = [run_batch() for _ in range(num_iters)]
     show(
-        summary(measured), f"latency in s of {batch_size} x {input_len}+{output_len}", as_json=as_json, file=output_json
+        summary(latencies),
+        f"latency in s of {batch_size} x {input_len}+{output_len}",
+        as_json=as_json,
+        file=output_json,
     )
 
 

@@ -1,6 +1,6 @@
 """A picture of a serving benchmark: how the times are spread, and what the steps did."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +50,18 @@ def draw(run: "Run", file: Path, *, goodput_ms: Mapping[str, float]) -> None:
     """
     pyplot = _pyplot()
     figure, axes = pyplot.subplot_mosaic(
-        [list(METRICS), ["steps"] * 4, ["load"] * 4], figsize=(14, 9), layout="constrained"
+        [list(METRICS), ["steps"] * 4, ["layers"] * 4, ["load"] * 4],
+        figsize=(14, 10),
+        height_ratios=[3, 3, 1.5, 3],
+        layout="constrained",
     )
     for name, values in samples_ms(run.records).items():
         _histogram(axes[name], TITLES[name], values, goodput_ms.get(name))
     _steps(axes["steps"], run)
+    _layers(axes["layers"], run)
     _load(axes["load"], run)
-    axes["load"].sharex(axes["steps"])
+    for name in ("layers", "load"):
+        axes[name].sharex(axes["steps"])
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
@@ -73,25 +78,35 @@ def _steps(axes: Any, run: "Run") -> None:
     """Each step as a bar over the time it took, as high as it was long."""
     from matplotlib import colormaps
 
-    widths = [step.end_s - step.start_s for step in run.steps]
-    computed = [step.num_computed for step in run.steps]
+    computed = [step.num_decode_rows + step.num_prefill_tokens for step in run.steps]
     most = max(computed, default=0) or 1
-
-    axes.bar(
-        [step.start_s for step in run.steps],
-        [1e3 * width for width in widths],
-        width=widths,
-        align="edge",
-        color=[colormaps["viridis"](tokens / most) for tokens in computed],
-    )
+    colors = [colormaps["viridis"](tokens / most) for tokens in computed]
+    _bars(axes, run, [1e3 * step.duration_s for step in run.steps], color=colors)
     axes.set(title=f"steps (colour: tokens computed, dark 0 to bright {most})", ylabel="ms")
 
 
+def _layers(axes: Any, run: "Run") -> None:
+    """The layers that each step's prefill rows passed."""
+    spans = [step.layer_hi - step.layer_lo for step in run.steps]
+    _bars(axes, run, spans, bottom=[step.layer_lo for step in run.steps], color="tab:orange")
+    axes.set(ylabel="layers of prefill")
+
+
+def _bars(axes: Any, run: "Run", heights: Sequence[float], **look: Any) -> None:
+    starts = [step.start_time - run.start_time for step in run.steps]
+    axes.bar(starts, heights, width=[step.duration_s for step in run.steps], align="edge", **look)
+
+
 def _load(axes: Any, run: "Run") -> None:
-    """Requests in the engine, tokens computed and tokens given back, step by step."""
-    starts = [step.start_s for step in run.steps]
-    axes.step(starts, [step.num_requests for step in run.steps], where="post", label="requests in the engine")
-    axes.step(starts, [step.num_computed for step in run.steps], where="post", label="tokens computed")
-    axes.step(starts, [step.num_tokens for step in run.steps], where="post", label="tokens given back")
+    """What was in the engine and in its steps."""
+    starts = [step.start_time - run.start_time for step in run.steps]
+    lines = {
+        "requests running": [step.num_requests_running for step in run.steps],
+        "requests waiting": [step.num_requests_waiting for step in run.steps],
+        "decode rows": [step.num_decode_rows for step in run.steps],
+        "prefill tokens": [step.num_prefill_tokens for step in run.steps],
+    }
+    for label, values in lines.items():
+        axes.step(starts, values, where="post", label=label)
     axes.set(xlabel="s from the start of the run")
     axes.legend()

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxserve.cli import engine as driver
 from jaxserve.cli.bench import engine as bench_engine
 from jaxserve.cli.bench.metrics import RequestRecord, parse_goodput, parse_percentiles, summary
-from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import require_writable, show
 from jaxserve.exceptions import RequestError
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
@@ -19,8 +20,7 @@ from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from jaxserve import LLMEngine, RequestOutput
     from jaxserve.cli.bench.workload import SyntheticRequest
-
-COMPUTED = "jaxserve:iteration_tokens"
+    from jaxserve.metrics import StepRecord
 
 
 @takes(engine=ENGINE_OPTIONS, workload=bench_engine.WORKLOAD_OPTIONS)
@@ -41,6 +41,7 @@ def serve(
     plot: Annotated[Path | None, typer.Option(help="Draw the distributions and the steps into this file.")] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Send requests at random times and time what a client sees.
 
@@ -65,7 +66,7 @@ def serve(
             with bench_engine.counting("warm-up requests", num_warmups) as one_done:
                 drive(llm.llm_engine, [_request(r) for r in warm], [0.0] * num_warmups, on_end=one_done)
         requests = [_request(r) for r in bench_engine.requests(llm.llm_engine, workload, rng)]
-        with bench_engine.counting("requests", len(requests)) as one_done:
+        with driver.profiled(llm, profile), bench_engine.counting("requests", len(requests)) as one_done:
             run = drive(llm.llm_engine, requests, arrivals, max_concurrency=max_concurrency, on_end=one_done)
     result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
     show(result, f"bench serve, {request_rate:g} requests/s", as_json=as_json, file=output_json)
@@ -78,20 +79,10 @@ def serve(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-    """One call of `LLMEngine.step`. Times in seconds from the start of the run."""
-
-    start_s: float
-    end_s: float
-    num_requests: int  # in the engine when the step began
-    num_computed: int  # tokens that it computed, of prompts and answers
-    num_tokens: int  # that it gave back
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     records: list[RequestRecord]
-    steps: list[Step]
+    steps: "list[StepRecord]"
+    start_time: float  # on the engine's clock, as the steps' times
     duration_s: float
     refusal: str | None = None  # why the engine refused the first request that it refused
 
@@ -119,29 +110,23 @@ def drive(
     `on_end` is called as each request ends.
     """
     client = _Client(engine, requests, arrivals, on_end)
-    steps: list[Step] = []
-    computed = engine.get_metrics()[COMPUTED]
+    steps = engine.recent_steps()[-1:]  # of an earlier run
     began = now()
     while client.num_left:
         client.send(now() - began, max_concurrency)
         if not client.num_running:
             sleep(max(0.0, client.next_arrival - (now() - began)))
             continue
-        start_s, num_requests = now() - began, client.num_running
         outputs = engine.step()
-        end_s = now() - began
-        num_tokens, computed_before = client.receive(outputs, end_s), computed
-        computed = engine.get_metrics()[COMPUTED]
-        steps.append(
-            Step(
-                start_s=start_s,
-                end_s=end_s,
-                num_requests=num_requests,
-                num_computed=int(computed - computed_before),
-                num_tokens=num_tokens,
-            )
-        )
-    return Run(records=client.records(), steps=steps, duration_s=now() - began, refusal=client.refusal)
+        client.receive(outputs, now() - began)
+        steps += engine.recent_steps(since=steps[-1].step if steps else 0)
+    return Run(
+        records=client.records(),
+        steps=[step for step in steps if step.start_time >= began],
+        start_time=began,
+        duration_s=now() - began,
+        refusal=client.refusal,
+    )
 
 
 class _Client:
@@ -183,18 +168,14 @@ class _Client:
                 self._on_end()
             self._num_sent += 1
 
-    def receive(self, outputs: "Sequence[RequestOutput]", at_s: float) -> int:
-        """Returns the number of tokens that came."""
-        num_tokens = 0
+    def receive(self, outputs: "Sequence[RequestOutput]", at_s: float) -> None:
         for output in outputs:
             sample, index = output.outputs[0], int(output.request_id)
-            num_tokens += len(sample.token_ids)
             self._token_times[index] += [at_s] * len(sample.token_ids)
             if output.finished:
                 self.num_running -= 1
                 self._failed[index] = sample.finish_reason not in ("stop", "length")
                 self._on_end()
-        return num_tokens
 
     def records(self) -> list[RequestRecord]:
         return [

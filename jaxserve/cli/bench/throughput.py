@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxserve.cli import engine as driver
 from jaxserve.cli.bench import engine as bench_engine
-from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import require_writable, show
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def throughput(
     num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.")] = 0,
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Time all requests together. The clock runs from handing them over to the last token."""
     require_writable(output_json)
@@ -30,7 +32,8 @@ def throughput(
         if num_warmups:
             _run(llm, bench_engine.requests(llm.llm_engine, {**workload, "num_prompts": num_warmups}, rng))
         requests = bench_engine.requests(llm.llm_engine, workload, rng)
-        elapsed_s, output_tokens = _run(llm, requests)
+        with driver.profiled(llm, profile):
+            elapsed_s, output_tokens = _run(llm, requests)
     prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     show(
         summary(len(requests), prompt_tokens, output_tokens, elapsed_s), "throughput", as_json=as_json, file=output_json
