@@ -4,6 +4,7 @@ These are msgspec structs because an engine makes hundreds of them a step, and a
 They hold no cycles, so the garbage collector need not look at them (gc=False).
 """
 
+import html
 from typing import NamedTuple
 
 import msgspec
@@ -64,3 +65,23 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: the prompt's end, and each sample after it."""
+        prompt = f"[{len(self.prompt_token_ids)} tokens]" if self.prompt is None else self.prompt[-_MAX_SHOWN_CHARS:]
+        rows = "".join(
+            f"<div style='white-space:pre-wrap'><span style='opacity:.55'>{html.escape(prompt)}</span>"
+            f"<b>{html.escape(sample.text)}</b></div><div style='opacity:.55;font-size:85%'>{_footnote(sample)}</div>"
+            for sample in self.outputs
+        )
+        return f"<div style='line-height:1.5'>{rows}</div>"
+
+
+_MAX_SHOWN_CHARS = 2000
+
+
+def _footnote(sample: CompletionOutput) -> str:
+    state = sample.finish_reason or "running"
+    if sample.stop_reason is not None:
+        state += f" at {sample.stop_reason!r}"
+    return html.escape(f"sample {sample.index} · {len(sample.token_ids)} tokens · {state}")
