@@ -110,8 +110,6 @@ class StepRecorder:
 
     def recent(self, since: int = 0) -> list[StepRecord]:
         """The records of steps after number `since`, oldest first."""
-        if not self._records:
-            return []
-        num_new = min(self._records[-1].step - since, len(self._records))  # their numbers follow each other
-        newest = list(itertools.islice(reversed(self._records), max(0, num_new)))
-        return newest[::-1]
+        records = list(self._records)  # a copy, since another thread may step
+        num_new = records[-1].step - since if records else 0  # their numbers follow each other
+        return records[-num_new:] if num_new > 0 else []

@@ -6,6 +6,7 @@ the times in its `RequestMetrics`, so a request that runs costs nothing.
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+SHUTDOWN_TIMEOUT_S = 5.0
 INSTALL = 'pip install "jaxserve[tracing]"'
 
 
@@ -65,10 +67,10 @@ class RequestTracer:
 
     def context(self, headers: Mapping[str, str]) -> Any:
         """The parent that a `traceparent` among `headers` names; none, or one that is not well formed: a new trace."""
-        known = {name.lower(): value for name, value in headers.items() if isinstance(name, str)}
-        wanted = {name: known[name] for name in self._propagator.fields if isinstance(known.get(name), str)}
         from opentelemetry.context import Context
 
+        known = {name.lower(): value for name, value in headers.items() if isinstance(name, str)}
+        wanted = {name: known[name] for name in self._propagator.fields if isinstance(known.get(name), str)}
         return self._propagator.extract(wanted, context=Context())
 
     def end(self, request: "RequestState", error: BaseException | None = None) -> None:
@@ -94,8 +96,10 @@ class RequestTracer:
         span.end(self._ns(end_time))
 
     def shutdown(self) -> None:
-        """Sends what is not sent yet."""
-        self._provider.shutdown()
+        """Sends what is not sent yet, but waits for a few seconds at most: a collector may be away."""
+        sending = threading.Thread(target=self._provider.shutdown, name="last-traces", daemon=True)
+        sending.start()
+        sending.join(SHUTDOWN_TIMEOUT_S)
 
     def _ns(self, monotonic_s: float) -> int:
         return self._epoch_ns + round(monotonic_s * 1e9)

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import subprocess
 import sys
+import threading
 import time
 
 import grpc
@@ -169,6 +170,21 @@ def test_spans_reach_a_collector_by_otlp_before_shutdown_returns(monkeypatch):
     assert {span.name for scope in resource.scope_spans for span in scope.spans} == {
         "llm_request"
     }  # echo says no times
+
+
+def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(tracing, "SHUTDOWN_TIMEOUT_S", 0.01)
+    answered = threading.Event()
+
+    class Waiting(InMemorySpanExporter):
+        def shutdown(self) -> None:
+            answered.wait()
+            super().shutdown()
+
+    exporter = Waiting()
+    tracing.RequestTracer(SimpleSpanProcessor(exporter)).shutdown()
+    assert not exporter._stopped
+    answered.set()
 
 
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported():
