@@ -6,6 +6,7 @@ the others come, and a step that holds both uses the device well.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 CHARS_PER_TOKEN = 4  # of text that is not tokenised yet; only ratios depend on it
 MIN_SHARED_TOKENS = 16  # shorter beginnings in common are chance, and less than a page
@@ -44,7 +45,8 @@ class _Kind:
     """The prompts of one kind, sorted, so that those which share a beginning are neighbours."""
 
     def __init__(self, prompts: Sequence[Prompt], decode_lens: Sequence[int], chosen: list[int], per_token: int):
-        self._order = sorted(chosen, key=lambda i: prompts[i])
+        comparable: Any = prompts  # all of one kind
+        self._order: list[int] = sorted(chosen, key=lambda i: comparable[i])
         self._lens = [len(prompts[i]) for i in self._order]
         self._decode = [decode_lens[i] * per_token for i in self._order]
         neighbours = zip(self._order, self._order[1:], strict=False)

@@ -12,7 +12,7 @@ import fsspec
 import msgspec
 import numpy as np
 
-from jaxserve.batch.storage import locate
+from jaxserve.batch.storage import is_local, locate
 
 
 class Span(NamedTuple):
@@ -78,7 +78,7 @@ class Source:
         at = start = 0
         with self.fs.open(path, "rb") as opened:
             file: Any = opened
-            for line in io.BufferedReader(file, 1 << 22):  # lines of a remote file are slow without it
+            for line in file if is_local(self.fs) else io.BufferedReader(file, 1 << 22):  # a remote one has slow lines
                 digest.update(line)
                 if line.strip():
                     if self.num_rows % self.part_rows == 0:
@@ -111,7 +111,8 @@ def input_files(fs: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]
         pattern = path
     else:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
-    found: list[str] = sorted(filter(fs.isfile, fs.glob(pattern)))  # pyright: ignore[reportArgumentType]
+    matches: Any = fs.glob(pattern)
+    found = sorted(filter(fs.isfile, matches))
     if not found:
         raise ValueError(f"no input: {pattern} matches no file")
     return found

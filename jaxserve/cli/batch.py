@@ -146,7 +146,7 @@ def _progress(totals: "Totals") -> Iterator[Callable[["Totals"], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
     with progress(*columns) as bar:
         if bar.disable:
-            yield PlainProgress(totals)
+            yield PlainProgress(totals, PLAIN_INTERVAL_S)
             return
         task = bar.add_task("rows", total=totals.num_rows, completed=totals.done, speed="")
 
@@ -159,7 +159,7 @@ def _progress(totals: "Totals") -> Iterator[Callable[["Totals"], None]]:
 class PlainProgress:
     """Writes a line to stderr every `interval_s` seconds, and one at the start where earlier runs did some rows."""
 
-    def __init__(self, totals: "Totals", interval_s: float = PLAIN_INTERVAL_S):
+    def __init__(self, totals: "Totals", interval_s: float):
         self._interval_s = interval_s
         self._next_s = interval_s
         if totals.done_before:
