@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.batch.storage import is_local, locate, put, put_local
+from jaxserve.batch.storage import UNFINISHED, is_local, locate, put, put_local
 
 FORMAT = 1
 _PART = re.compile(r"part-(\d{5,})-(\d{6,})\.jsonl")
@@ -38,30 +38,31 @@ class Parts:
             ValueError: it holds the results of another job, and `overwrite` is False.
         """
         self.fs, self.folder = locate(url)
-        self._url, self._manifest, self._shard = url, manifest, shard
+        self.shard, self.num_shards = shard, manifest.num_shards
+        self._url, self._manifest = url, manifest
         self._others = self._conflict()
         if self._others and not overwrite:
-            raise ValueError(
-                f"{url} holds the results of another job: {self._others}. Give another OUT, or --overwrite to throw "
-                f"them away"
-            )
+            raise self._another_job(self._others, "Give another OUT, or --overwrite to throw them away")
         if self._others and manifest.num_shards > 1:
-            raise ValueError(
-                f"{url} holds the results of another job: {self._others}. Empty it first: several shards cannot "
-                f"agree on who does"
-            )
-        self.done = frozenset() if self._others else frozenset(self._numbers(shard))
+            raise self._another_job(self._others, "Empty it first: several shards cannot agree on who does")
+        self.done = frozenset() if self._others else frozenset(self._numbers())
 
     def begin(self) -> None:
-        """Makes the folder this job's: throws another job's parts away, writes the manifest."""
+        """Makes the folder this job's: throws another job's parts away, writes the manifest.
+
+        Raises:
+            ValueError: another job has begun there meanwhile.
+        """
         if is_local(self.fs):
             self.fs.makedirs(self.folder, exist_ok=True)
         names = self._names()
         if self._others:
             self._remove([name for name in names if _PART.fullmatch(name)])
             self._remove(["manifest.json"])
-        mine = re.compile(rf"\.part-{self._shard:05}-.*\.tmp")  # what a killed run of this shard left behind
-        self._remove([name for name in names if mine.fullmatch(name)])
+        elif begun := self._conflict():
+            raise self._another_job(begun, "Give another OUT")
+        mine = "." if self.num_shards == 1 else f".part-{self.shard:05}-"  # what a killed run left behind
+        self._remove([name for name in names if name.startswith(mine) and name.endswith(UNFINISHED)])
         if self._read_manifest() is None:
             text = json.dumps(dataclasses.asdict(self._manifest), indent=2)
             put(self.fs, f"{self.folder}/manifest.json", text.encode())
@@ -75,7 +76,7 @@ class Parts:
         put(self.fs, self.path(number), b"".join(lines))
 
     def path(self, number: int) -> str:
-        return f"{self.folder}/part-{self._shard:05}-{number:06}.jsonl"
+        return f"{self.folder}/part-{self.shard:05}-{number:06}.jsonl"
 
     def count(self, number: int) -> tuple[int, int]:
         """Rows of a part that is done, and how many of them failed.
@@ -91,11 +92,15 @@ class Parts:
 
     def join(self, target: Path, num_parts: int) -> None:
         """Puts all parts together into one file, at once, and removes them. For a job of one shard on a local disk."""
-        put_local(target, (Path(self.path(number)).read_bytes() for number in range(num_parts)))
+        texts = (Path(self.path(number)).read_bytes() for number in range(num_parts))
+        put_local(target, texts, scratch=Path(self.folder))
         self._remove([Path(self.path(number)).name for number in range(num_parts)])
         self._remove(["manifest.json"])
         if not self._names():
             Path(self.folder).rmdir()
+
+    def _another_job(self, conflict: str, way_out: str) -> ValueError:
+        return ValueError(f"{self._url} holds the results of another job: {conflict}. {way_out}")
 
     def _conflict(self) -> str:
         """In which way what the folder holds is another job, or an empty text."""
@@ -115,9 +120,9 @@ class Parts:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _numbers(self, shard: int) -> list[int]:
+    def _numbers(self) -> list[int]:
         found = [match for name in self._names() if (match := _PART.fullmatch(name))]
-        return [int(match[2]) for match in found if int(match[1]) == shard]
+        return [int(match[2]) for match in found if int(match[1]) == self.shard]
 
     def _names(self) -> list[str]:
         self.fs.invalidate_cache()

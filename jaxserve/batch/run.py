@@ -51,19 +51,19 @@ class Totals:
         return self.elapsed_s * (self.num_rows - self.done) / done_now if done_now else None
 
 
-def parts_of_shard(num_parts: int, shard: int, num_shards: int) -> grain.MapDataset[int]:
+def parts_of_shard(source: Source, parts: Parts) -> grain.MapDataset[int]:
     """Numbers of the parts that a shard does: each part belongs to one shard."""
-    return grain.MapDataset.range(num_parts)[shard::num_shards]
+    return grain.MapDataset.range(source.num_parts)[parts.shard :: parts.num_shards]
 
 
-def count_done(source: Source, parts: Parts, *, shard: int, num_shards: int) -> Totals:
+def count_done(source: Source, parts: Parts) -> Totals:
     """Where the shard stands before it starts.
 
     Raises:
         OSError: a part cannot be read.
         ValueError: a part is damaged.
     """
-    mine = list(parts_of_shard(source.num_parts, shard, num_shards)) if source.num_parts > shard else []
+    mine = parts_of_shard(source, parts) if source.num_parts > parts.shard else ()
     totals = Totals(num_rows=sum(map(source.rows_in, mine)))
     done = sorted(parts.done)
     if done:
@@ -89,8 +89,6 @@ def run_batch(
     *,
     model_name: str,
     seed: int = 0,
-    shard: int = 0,
-    num_shards: int = 1,
     window_rows: int = WINDOW_ROWS,
     on_progress: Callable[[Totals], None] = lambda totals: None,
 ) -> None:
@@ -119,7 +117,7 @@ def run_batch(
         repeated=source.repeated,
     )
     windows = (
-        parts_of_shard(source.num_parts, shard, num_shards)
+        parts_of_shard(source, parts)
         .filter(lambda number: number not in parts.done)
         .map(lambda number: (number, [read_row(row) for row in source.read(number)]))
         .to_iter_dataset(grain.ReadOptions(num_threads=NUM_READ_THREADS, prefetch_buffer_size=NUM_READ_THREADS))

@@ -1,11 +1,14 @@
 """Where a job reads and writes: a path, or a URL that fsspec knows."""
 
 import os
-import tempfile
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+
+UNFINISHED = ".unfinished.tmp"  # how the name of a file ends that is being written
 
 
 def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -28,28 +31,20 @@ def is_local(fs: fsspec.AbstractFileSystem) -> bool:
 def put(fs: fsspec.AbstractFileSystem, path: str, data: bytes) -> None:
     """Writes a whole file at once: whoever looks sees all of it or nothing, whenever this process is killed."""
     if is_local(fs):
-        put_local(Path(path), [data])
+        put_local(Path(path), [data], scratch=Path(path).parent)
     else:
         fs.pipe_file(path, data)  # an object appears when its upload is complete
 
 
-def put_local(path: Path, pieces) -> None:
-    """`put` for a local file that comes in pieces."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+def put_local(path: Path, pieces: Iterable[bytes], *, scratch: Path) -> None:
+    """`put` for a local file that comes in pieces; `scratch` is a folder of the same disk."""
+    temporary = scratch / f".{path.name}.{uuid.uuid4().hex}{UNFINISHED}"
     try:
-        with os.fdopen(handle, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
+        with temporary.open("xb") as file:
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())  # before the name: a machine that loses power must not leave an empty file
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are private
-        os.replace(name, path)
+        temporary.replace(path)
     except BaseException:
-        os.unlink(name)
+        temporary.unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -67,7 +67,7 @@ def batch(
         options={"seed": seed, **{name: engine[name] for name in CHANGES_ANSWERS if name in engine}},
     )
     parts = job.Parts(f"{target}.parts" if single else target, manifest, shard=shard, overwrite=overwrite)
-    totals = job.count_done(rows, parts, shard=shard, num_shards=num_shards)
+    totals = job.count_done(rows, parts)
     if totals.done < totals.num_rows:
         with driver.start(engine) as llm, _progress(totals) as on_progress:
             job.run_batch(
@@ -77,8 +77,6 @@ def batch(
                 totals,
                 model_name=engine["model"],
                 seed=seed,
-                shard=shard,
-                num_shards=num_shards,
                 window_rows=window_rows,
                 on_progress=on_progress,
             )

@@ -32,7 +32,7 @@ class Job:
             options={"seed": seed},
         )
         parts = Parts(self.target, manifest, shard=shard, overwrite=overwrite)
-        totals = count_done(source, parts, shard=shard, num_shards=num_shards)
+        totals = count_done(source, parts)
         run_batch(
             self.engine,
             source,
@@ -40,8 +40,6 @@ class Job:
             totals,
             model_name="demo",
             seed=seed,
-            shard=shard,
-            num_shards=num_shards,
             **options,
         )
         return totals

@@ -5,8 +5,10 @@ import json
 import os
 import pty
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import jax
 import pytest
 from batch_engine import make_engine
 
@@ -106,6 +108,15 @@ def test_two_shards_share_the_rows(command, tmp_path):
     assert parts == [f"part-0000{i % 2}-00000{i}.jsonl" for i in (0, 2, 4, 1, 3)]
 
 
+def test_without_options_a_process_takes_its_place_among_jaxs(command, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' * 10)
+    monkeypatch.setattr(jax, "process_index", lambda: 2)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    assert json.loads(command("in.jsonl", "out", "--part-rows", 1, "--json")[1])["rows"] == 3
+    parts = sorted(name for name in os.listdir(tmp_path / "out") if name.startswith("part"))
+    assert parts == [f"part-00002-00000{i}.jsonl" for i in (2, 5, 8)]
+
+
 def test_another_model_or_seed_is_another_job(command):
     command("in.jsonl", "out")
     code, _, err = command("in.jsonl", "out", "--seed", 1, "--dtype", "float32")
@@ -189,10 +200,20 @@ def test_the_time_left_is_unknown_before_the_first_row():
 def test_on_a_terminal_there_is_a_bar(command, tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text('{"prompt": "abc", "max_tokens": 50}\n' * 40)
     ours, theirs = pty.openpty()
-    with open(theirs, "w", encoding="utf-8") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        assert command("in.jsonl", "out")[0] == 0
-    shown = os.read(ours, 1 << 16).decode()
+    with ThreadPoolExecutor() as threads:
+        reading = threads.submit(read_all, ours)
+        with open(theirs, "w", encoding="utf-8") as terminal:
+            monkeypatch.setattr(sys, "stderr", terminal)
+            assert command("in.jsonl", "out")[0] == 0
+    shown = reading.result()
     os.close(ours)
-    assert "/40" in shown
-    assert "tokens/s, ETA" in shown
+    assert "40/40" in shown
+    assert "tokens/s, ETA 0:00:00" in shown
+
+
+def read_all(terminal):
+    shown = b""
+    with contextlib.suppress(OSError):  # how the end of a terminal shows
+        while piece := os.read(terminal, 1 << 16):
+            shown += piece
+    return shown.decode()

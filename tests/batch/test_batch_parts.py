@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import resource
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -122,46 +124,55 @@ def test_a_part_that_is_no_output_is_told(folder):
         parts.count(0)
 
 
-@pytest.mark.parametrize("broken", ["write", "fsync", "replace"])
-def test_a_write_that_fails_leaves_no_half_part(tmp_path, monkeypatch, broken):
+def test_a_full_disk_leaves_no_half_part(tmp_path):
     parts = begun(str(tmp_path))
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    class Full:
-        def __init__(self, file):
-            self._file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self._file.close()
-
-        def write(self, data):
-            self._file.write(data[: len(data) // 2])
-            fail()
-
-    with monkeypatch.context() as patch:
-        if broken == "write":
-            fdopen = os.fdopen
-            patch.setattr(os, "fdopen", lambda *arguments: Full(fdopen(*arguments)))
-        else:
-            patch.setattr(os, broken, fail)
-        with pytest.raises(OSError, match="No space left on device"):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(LINES[0]) + 5, hard))  # the kernel writes so many bytes, no more
+    try:
+        with pytest.raises(OSError, match="File too large"):
             parts.write(0, LINES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(parts) == ["manifest.json"]
     parts.write(0, LINES)
     assert begun(str(tmp_path)).count(0) == (2, 1)
 
 
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_write_that_fails_late_leaves_no_half_part(tmp_path, monkeypatch, broken):
+    parts = begun(str(tmp_path))
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "fsync") if broken == "fsync" else (Path, "replace")), fail)
+        with pytest.raises(OSError, match="No space left on device"):
+            parts.write(0, LINES)
+    assert names(parts) == ["manifest.json"]
+
+
 def test_what_a_killed_shard_was_writing_is_cleared_by_its_next_run(tmp_path):
     begun(str(tmp_path), dataclasses.replace(MANIFEST, num_shards=2))
-    for name in (".part-00000-000001.jsonl.ab.tmp", ".part-00001-000001.jsonl.cd.tmp"):
+    mine, other = ".part-00000-000001.jsonl.ab.unfinished.tmp", ".part-00001-000001.jsonl.cd.unfinished.tmp"
+    for name in (mine, other):
         (tmp_path / name).write_bytes(b'{"id": "0", "err')
     begun(str(tmp_path), dataclasses.replace(MANIFEST, num_shards=2))
-    assert sorted(os.listdir(tmp_path)) == [".part-00001-000001.jsonl.cd.tmp", "manifest.json"]
+    assert sorted(os.listdir(tmp_path)) == [other, "manifest.json"]
+
+
+def test_a_lone_shard_clears_all_that_was_unfinished(tmp_path):
+    for name in (".manifest.json.ab.unfinished.tmp", ".out.jsonl.cd.unfinished.tmp", ".notes"):
+        (tmp_path / name).touch()
+    begun(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == [".notes", "manifest.json"]
+
+
+def test_a_job_that_came_first_meanwhile_is_seen(folder):
+    late = Parts(folder, dataclasses.replace(MANIFEST, num_rows=6), shard=0)
+    begun(folder)
+    with pytest.raises(ValueError, match=r"num_rows was 5, now 6\. Give another OUT"):
+        late.begin()
 
 
 def test_a_part_has_the_rights_of_a_new_file(tmp_path):

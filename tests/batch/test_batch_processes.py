@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import lines_in
 
 CHILD = """
@@ -25,6 +26,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.full
 def test_jax_processes_do_every_row_once(tmp_path):
     source, target = tmp_path / "in.jsonl", str(tmp_path / "out")
     source.write_text("".join(f'{{"custom_id": "{i}", "prompt": "{i}"}}\n' for i in range(30)))
