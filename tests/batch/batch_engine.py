@@ -1,8 +1,10 @@
-"""The real text side of an engine over a token core without a model, for batch jobs that run fast."""
+"""The real text side of an engine over a token core without a model, for batch jobs that run fast; and their output."""
 
 import hashlib
+import json
 from types import SimpleNamespace
 
+import fsspec
 from echo_core import MAX_MODEL_LEN, VOCAB_SIZE, EchoCore, ascii_tokenizer
 
 from jaxserve.core_types import CoreOutput, CoreRequest
@@ -52,3 +54,18 @@ def make_engine(*, step_s: float = 0.0, max_num_seqs: int = 8) -> LLMEngine:
     engine._inputs = InputProcessor(tokenizer, limits, {"temperature": 0.5})
     engine._outputs = OutputProcessor(tokenizer)
     return engine
+
+
+def lines_in(url: str) -> list[dict]:
+    """All output lines in a folder of parts, in the order of the input."""
+    fs, folder = fsspec.core.url_to_fs(url)
+    paths = sorted(fs.glob(f"{folder}/part-*.jsonl"), key=lambda path: path.rsplit("-", 1)[1])
+    return [json.loads(line) for path in paths for line in fs.cat_file(path).splitlines()]
+
+
+def without_times(lines: list[dict]) -> list[dict]:
+    """The lines without what differs from run to run by right."""
+    for line in lines:
+        if line["response"]:
+            line["response"]["body"].pop("created")
+    return lines

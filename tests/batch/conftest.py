@@ -1,8 +1,7 @@
 import json
 
-import fsspec
 import pytest
-from batch_engine import make_engine
+from batch_engine import lines_in, make_engine
 
 from jaxserve.batch import Manifest, Parts, Source, count_done, run_batch
 
@@ -47,12 +46,6 @@ class Job:
     def lines(self):
         """All output lines, in the order of the input."""
         return lines_in(self.target)
-
-
-def lines_in(url):
-    fs, folder = fsspec.core.url_to_fs(url)
-    paths = sorted(fs.glob(f"{folder}/part-*.jsonl"), key=lambda path: path.rsplit("-", 1)[1])
-    return [json.loads(line) for path in paths for line in fs.cat_file(path).splitlines()]
 
 
 @pytest.fixture

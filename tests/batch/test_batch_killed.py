@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from batch_engine import make_engine
-from conftest import lines_in
+from batch_engine import lines_in, make_engine, without_times
 
 from jaxserve import cli
 from jaxserve.cli import engine as driver
@@ -43,13 +42,6 @@ def row(i):
         {"prompt": f"bad {i}", "temperature": -1},
     )
     return json.dumps({**options, **kinds[i % len(kinds)]})
-
-
-def without_times(lines):
-    for line in lines:
-        if line["response"]:
-            line["response"]["body"].pop("created")
-    return lines
 
 
 def killed_after(seconds, command, environment):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import lines_in
+from batch_engine import lines_in
 
 CHILD = """
 import contextlib, sys

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from batch_engine import make_engine
+from batch_engine import make_engine, without_times
 
 from jaxserve.batch import Source
 from jaxserve.exceptions import EngineDeadError, QueueFullError
@@ -18,13 +18,6 @@ def rows_of(count, **options):
 
 def texts(lines):
     return [line["response"]["body"]["choices"][0]["text"] for line in lines]
-
-
-def without_times(lines):
-    for line in lines:
-        if line["response"]:
-            line["response"]["body"].pop("created")
-    return lines
 
 
 def test_answers_stand_in_the_order_of_the_rows_in_numbered_parts(job):
