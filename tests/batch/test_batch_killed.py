@@ -18,7 +18,7 @@ from jaxserve import cli
 from jaxserve.cli import engine as driver
 
 ENGINE = {"step_s": 0.01, "max_num_seqs": 16}
-SIZES = ("--part-rows", "64", "--window-rows", "128")
+SIZES = ("--part-rows", "32", "--window-rows", "64")
 CHILD = f"""
 import contextlib
 from types import SimpleNamespace
@@ -63,16 +63,15 @@ def test_a_killed_job_equals_an_undisturbed_one(num_rows, num_kills, tmp_path, m
     Path(source).write_text("".join(row(i) + "\n" for i in range(num_rows)))
     arguments = ["batch", source, target, "--model", "demo", "--json", *SIZES]
 
-    began = time.monotonic()
     assert cli.run(["batch", source, whole, *arguments[3:]]) == 3
-    seconds = time.monotonic() - began
+    seconds = engine.core.get_metrics()["steps"] * ENGINE["step_s"]  # no run can be faster
     expected = json.loads(capsys.readouterr().out)
 
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", CHILD, *arguments]
     seed = time.time_ns()
-    print(f"kills are drawn with seed {seed}; undisturbed: {seconds:.1f} s")
+    print(f"kills are drawn with seed {seed}; an undisturbed run takes {seconds:.1f} s at least")
     moments = random.Random(seed)
     done = []
     for _ in range(num_kills):
