@@ -40,21 +40,21 @@ H = shapes.HEAD_DIM
 GEOMEAN_MUST, ROW_MUST, RAGGED_MUST, PREFILL_MUST = 0.97, 0.93, 0.9, 0.85
 
 
-def cache(kv_lens: np.ndarray, num_kv_heads: int, page_size: int) -> tuple[KVCache, Array]:
+def cache(kv_lens: np.ndarray, num_kv_heads: int, page_size: int, head_dim: int = H) -> tuple[KVCache, Array]:
     """Random keys and values, and a page table in random order."""
     counts = -(-kv_lens // page_size)
     ids = 1 + np.random.default_rng(0).permutation(counts.sum())
     table = np.zeros((len(kv_lens), counts.max()), np.int32)
     for row, part in zip(table, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
         row[: len(part)] = part
-    shape = (1, int(counts.sum()) + 1, page_size, num_kv_heads, H)
+    shape = (1, int(counts.sum()) + 1, page_size, num_kv_heads, head_dim)
     k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
     return KVCache(k=k, v=v), jnp.asarray(table)
 
 
 def attention_s(q: Array, kv: KVCache, batch: AttentionBatch, *, calls: int) -> float:
     """Seconds of one call, planned before."""
-    options = {"scale": H**-0.5, "implementation": "mosaic_gpu"}
+    options = {"scale": q.shape[-1] ** -0.5, "implementation": "mosaic_gpu"}
     plan = functools.partial(prepare, num_rows=q.shape[0], sliding_window=None, implementation="mosaic_gpu")
     batch = jax.jit(plan)(batch, kv)
     attend = jax.jit(functools.partial(paged_attention, **options)).lower(q, kv, jnp.int32(0), batch).compile()

@@ -18,7 +18,8 @@ def test_strategies_draw_while_another_thread_takes_random_numbers():
     @hypothesis.settings(deadline=None, max_examples=50, database=None)
     @hypothesis.given(st.text(max_size=30), st.lists(st.integers(), max_size=5))
     def draws(text: str, numbers: list[int]) -> None:
-        assert len(text) <= 30 and len(numbers) <= 5
+        assert len(text) <= 30
+        assert len(numbers) <= 5
 
     thread = threading.Thread(target=take)
     thread.start()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKED = (".py", ".typed", ".json", ".html")
 LINKED = ("layers", "pallas_kernels", "sharding", "scheduler")
 
 
@@ -31,9 +32,9 @@ def test_every_module_is_in_the_wheel_and_nothing_else(wheel):
         assert all(archive.getinfo(name).file_size or name.endswith("__init__.py") or name.endswith("py.typed")
                    for name in packed)  # fmt: skip
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True, text=True).stdout.split()
-    expected = {name for name in tracked if name.startswith("jaxserve/") and name.endswith((".py", ".typed"))}
+    expected = {name for name in tracked if name.startswith("jaxserve/") and name.endswith(PACKED)}
     for folder in LINKED:
-        found = {f"jaxserve/{name}" for name in tracked if name.startswith(f"{folder}/") and name.endswith(".py")}
+        found = {f"jaxserve/{name}" for name in tracked if name.startswith(f"{folder}/") and name.endswith(PACKED)}
         assert found
         expected |= found
     assert packed == expected

@@ -1,5 +1,8 @@
 """Paged attention on NVIDIA Hopper: which kernel serves a region, with which tiling, and what neither can."""
 
+import json
+from pathlib import Path
+
 import jax
 from jax import Array
 
@@ -12,6 +15,7 @@ from jaxserve.pallas_kernels.paged_attention import (
 from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, Scoring
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
+TILINGS: dict[str, dict[str, dict[str, int]]] = json.loads(Path(__file__).with_name("tilings.json").read_text())
 SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block on Hopper, less what barriers and scratch take
 
 
@@ -64,22 +68,24 @@ def paged_attention(
 
 
 def decode_tiling(kv: KVCache) -> decode_work.Tiling:
-    """Two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then fit.
-
-    At head_dim 128 these are three. One worker with blocks of 128 was slower on an H200 at five of the seven shapes of
-    `benchmarks/shapes.py`.
-    """
-    H, block = kv.k.shape[4], 64
-    pairs = 1 if H > 128 else 2
+    """Two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then fit."""
+    H = kv.k.shape[4]
+    pairs, block = 1 if H > 128 else 2, 64
     queries, unit = ROWS * H * 2, 2 * block * H * 2
-    stages = (SHARED_MEMORY_BYTES // pairs - queries) // unit
-    return decode_work.Tiling(block=block, pairs=pairs, stages=stages, blocks=num_multiprocessors())
+    choice = {"block": block, "pairs": pairs, "stages": (SHARED_MEMORY_BYTES // pairs - queries) // unit}
+    return decode_work.Tiling(**tuned("decode", H, choice), blocks=num_multiprocessors())
 
 
 def prefill_tiling(kv: KVCache) -> prefill_work.Tiling:
-    """Scores and output of a warpgroup must share its registers. A third stage was 3 to 4 % slower on an H200."""
-    block = 128 if kv.k.shape[4] <= 128 else 64
-    return prefill_work.Tiling(block=block, stages=2, multiprocessors=num_multiprocessors())
+    """The largest block whose scores and output share the registers of a warpgroup."""
+    H = kv.k.shape[4]
+    choice = {"block": 128 if H <= 128 else 64, "stages": 2}
+    return prefill_work.Tiling(**tuned("prefill", H, choice), multiprocessors=num_multiprocessors())
+
+
+def tuned(kernel: str, head_dim: int, otherwise: dict[str, int]) -> dict[str, int]:
+    """What `benchmarks/tune.py` found fastest, where it has looked."""
+    return TILINGS[kernel].get(str(head_dim), otherwise)
 
 
 def num_multiprocessors() -> int:

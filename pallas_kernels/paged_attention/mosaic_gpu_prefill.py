@@ -145,17 +145,26 @@ class _Cta:
         return self.options.tiling.block
 
     def each_tile(self, body) -> None:
-        """`body(tile, num_blocks)` for every tile of this CUDA block; num_blocks counts the blocks of those before."""
-        first, multiprocessors = lax.axis_index("multiprocessor"), self.options.tiling.multiprocessors
+        """`body(tile, num_blocks)` for every tile of this CUDA block; num_blocks counts the blocks of those before.
+
+        The items of a round become lighter from one multiprocessor to the next, so every second round runs backwards.
+        """
+        multiprocessors = self.options.tiling.multiprocessors
         num_tiles = self.work_gmem[0].shape[0] if self.options.clears else self.num_tiles_gmem[0]
         num_items = num_tiles * self.q_gmem.shape[1]
 
+        def place(i):
+            first = lax.axis_index("multiprocessor")
+            return jnp.where(lax.rem(i, 2) == 0, first, multiprocessors - 1 - first)
+
         def step(i, num_blocks):
-            tile = self.tile(first + i * multiprocessors)
+            tile = self.tile(i * multiprocessors + place(i))
             body(tile, num_blocks)
             return num_blocks + tile.count
 
-        lax.fori_loop(0, lax.div(num_items - first + (multiprocessors - 1), multiprocessors), step, jnp.int32(0))
+        full = lax.div(num_items, multiprocessors)
+        rest = num_items - full * multiprocessors
+        lax.fori_loop(0, full + (place(full) < rest).astype(jnp.int32), step, jnp.int32(0))
 
     def tile(self, item: Array) -> Tile:
         """Item by item: all heads of the heaviest tile, then those of the next."""

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.paged_attention import AttentionBatch, decode_work as decode, prefill_work as prefill
+from jaxserve.pallas_kernels.paged_attention import (
+    AttentionBatch,
+    KVCache,
+    decode_work as decode,
+    mosaic_gpu,
+    prefill_work as prefill,
+)
 
 TILING = decode.Tiling(block=64, stages=3, pairs=2, blocks=7)
 
@@ -153,3 +159,27 @@ def check_rows(work: prefill.Work, live: int, kv_lens, q_lens) -> None:
             assert work.place[row] == work.tile[i] * prefill.TILE + r
             covered.append(row)
     assert sorted(covered) == list(range(q_lens.sum()))
+
+
+def cache(head_dim: int) -> KVCache:
+    pages = jax.ShapeDtypeStruct((1, 2, 64, 1, head_dim), jnp.bfloat16)
+    return KVCache(k=pages, v=pages)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_tiling_fits_the_shared_memory(head_dim):
+    wide = {"decode": mosaic_gpu.decode_tiling(cache(head_dim)), "prefill": mosaic_gpu.prefill_tiling(cache(head_dim))}
+    for kernel, tiling in wide.items():
+        pairs, rows = (tiling.pairs, 1) if kernel == "decode" else (1, 2)
+        queries, unit = rows * mosaic_gpu.ROWS * head_dim * 2, 2 * tiling.block * head_dim * 2
+        assert tiling.stages >= 2
+        assert pairs * (queries + tiling.stages * unit) <= mosaic_gpu.SHARED_MEMORY_BYTES
+
+
+def test_a_measured_tiling_takes_the_place_of_the_computed_one(monkeypatch):
+    computed = mosaic_gpu.decode_tiling(cache(64))
+    monkeypatch.setitem(mosaic_gpu.TILINGS["decode"], "64", {"block": 32, "pairs": 1, "stages": 5})
+    measured = mosaic_gpu.decode_tiling(cache(64))
+    assert (measured.block, measured.pairs, measured.stages) == (32, 1, 5)
+    assert (computed.block, computed.pairs) == (64, 2)
+    assert mosaic_gpu.prefill_tiling(cache(64)).block == 128

@@ -1,0 +1,111 @@
+"""Finds the fastest tilings of the paged attention kernels on this GPU and writes the table that they read.
+
+Every tiling that fits the shared memory is timed over the shapes of `shapes.py`, at each head_dim; the best by the
+geometric mean of its times over the default's wins, if it is ahead by a hundredth.
+
+    python -m benchmarks.tune [--kernel decode|prefill] [--head-dim 64 128 256] [--write]
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import shapes
+from benchmarks.paged_attention import attention_s, cache
+from jaxserve.pallas_kernels.paged_attention import AttentionBatch, mosaic_gpu
+
+AHEAD = 0.99  # of the default's time; less is noise
+TABLE = Path(mosaic_gpu.__file__).with_name("tilings.json")
+
+
+def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
+    """Tilings that fit: queries, then stages of a block of keys and one of values."""
+    rows = mosaic_gpu.ROWS
+    found = []
+    for block, stages, pairs in itertools.product((32, 64, 128), (2, 3, 4, 6), (1, 2) if kernel == "decode" else (1,)):
+        queries = (rows if kernel == "decode" else 2 * rows) * head_dim * 2
+        if pairs * (queries + stages * 2 * block * head_dim * 2) <= mosaic_gpu.SHARED_MEMORY_BYTES:
+            found.append({"block": block, "stages": stages} | ({"pairs": pairs} if kernel == "decode" else {}))
+    return found
+
+
+def seconds(kernel: str, head_dim: int) -> list[float]:
+    """Of each shape, with the tiling that the table names now."""
+    if kernel == "decode":
+        return [_decode_s(shape, head_dim) for shape in shapes.DECODE]
+    return [_prefill_s(shape, head_dim) for shape in shapes.PREFILL]
+
+
+def _decode_s(shape: shapes.Decode, head_dim: int) -> float:
+    kv, table = cache(np.full(shape.batch, shape.context), shape.num_kv_heads, shape.page_size, head_dim)
+    q = jax.random.normal(jax.random.key(2), (shape.batch, shape.num_heads, head_dim), jnp.bfloat16)
+    batch = AttentionBatch(page_table=table, kv_lens=jnp.full(shape.batch, shape.context, jnp.int32))
+    return attention_s(q, kv, batch, calls=20)
+
+
+def _prefill_s(shape: shapes.Prefill, head_dim: int) -> float:
+    kv, table = cache(np.array([shape.context]), shape.num_kv_heads, shape.page_size, head_dim)
+    q = jax.random.normal(jax.random.key(2), (shape.chunk, shape.num_heads, head_dim), jnp.bfloat16)
+    batch = AttentionBatch(
+        page_table=table,
+        kv_lens=jnp.array([shape.context], jnp.int32),
+        cu_q_lens=jnp.array([0, shape.chunk], jnp.int32),
+    )
+    return attention_s(q, kv, batch, calls=10)
+
+
+def best(kernel: str, head_dim: int, console: Console) -> dict[str, int] | None:
+    """The winner; None where the default is as good."""
+    entries = mosaic_gpu.TILINGS[kernel]
+    entries.pop(str(head_dim), None)
+    default = seconds(kernel, head_dim)
+    results = []
+    for tiling in candidates(kernel, head_dim):
+        entries[str(head_dim)] = tiling
+        jax.clear_caches()
+        try:
+            times = seconds(kernel, head_dim)
+        except Exception as error:  # too many registers, an unsupported block: not a candidate on this card
+            console.print(f"{kernel} {head_dim} {tiling}: {type(error).__name__}: {str(error)[:100]}")
+            continue
+        ratio = statistics.geometric_mean([t / d for t, d in zip(times, default, strict=True)])
+        results.append((ratio, tiling, times))
+    entries.pop(str(head_dim), None)
+    results.sort(key=lambda result: result[0])
+    table = Table("tiling", "over default", "us by shape", title=f"{kernel}, head_dim {head_dim}")
+    for ratio, tiling, times in results[:6]:
+        table.add_row(str(tiling), f"{ratio:.3f}", " ".join(f"{1e6 * t:.1f}" for t in times))
+    console.print(table)
+    return results[0][1] if results and results[0][0] < AHEAD else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", nargs="+", choices=("decode", "prefill"), default=("decode", "prefill"))
+    parser.add_argument("--head-dim", nargs="+", type=int, choices=(64, 128, 256), default=(64, 128, 256))
+    parser.add_argument("--write", action="store_true", help=f"put the winners into {TABLE.name}")
+    arguments = parser.parse_args()
+    console = Console(width=140)
+    table = json.loads(TABLE.read_text())
+    for kernel, head_dim in itertools.product(arguments.kernel, arguments.head_dim):
+        winner = best(kernel, head_dim, console)
+        if winner is None:
+            table[kernel].pop(str(head_dim), None)
+        else:
+            table[kernel][str(head_dim)] = winner
+    text = json.dumps(table, indent=2)
+    print(text)
+    if arguments.write:
+        TABLE.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
