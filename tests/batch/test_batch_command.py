@@ -25,8 +25,15 @@ def starts(monkeypatch):
     made = []
 
     def start(options):
-        made.append(make_engine())
-        return contextlib.nullcontext(SimpleNamespace(llm_engine=made[-1]))
+        engine = make_engine()
+        engine.profiled = []  # pyright: ignore[reportAttributeAccessIssue]
+        llm = SimpleNamespace(
+            llm_engine=engine,
+            start_profile=lambda folder: engine.profiled.append((str(folder), engine.core.get_metrics()["steps"])),
+            stop_profile=lambda: engine.profiled.append(engine.core.get_metrics()["steps"]),
+        )
+        made.append(engine)
+        return contextlib.nullcontext(llm)
 
     monkeypatch.setattr(driver, "start", start)
     return made
@@ -51,6 +58,11 @@ def test_a_folder_gets_parts_and_the_totals_are_told(command, tmp_path):
     assert out.startswith("2 rows, 1 failed, 3 tokens in ")
     assert err == "first failure: b: prompt must be a non-empty string or list of token ids\n"
     assert sorted(os.listdir(tmp_path / "out")) == ["manifest.json", "part-00000-000000.jsonl"]
+
+
+def test_the_run_is_profiled(command, starts, tmp_path):
+    command("in.jsonl", "out", "--profile", str(tmp_path / "profile"))
+    assert starts[0].profiled == [(str(tmp_path / "profile"), 0), 3]
 
 
 def test_the_totals_come_as_json(command):

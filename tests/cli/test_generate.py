@@ -183,12 +183,3 @@ def test_generate_profiles_its_run(run, tmp_path):
     code, _, _, llm = run("generate", *MODEL, "--prompt", "ab", "--profile", str(tmp_path))
     assert code == 0
     assert llm.profile == [str(tmp_path), 0, 3]
-
-
-def test_batch_profiles_its_run(run, tmp_path):
-    (tmp_path / "in.jsonl").write_text("")
-    code, _, _, llm = run(
-        "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--model", "m", "--profile", str(tmp_path)
-    )
-    assert code == 0
-    assert llm.profile == [str(tmp_path), 0, 0]

@@ -19,7 +19,7 @@ from jaxserve.server.options import ServerOptions
 from jaxserve.server.run import HttpServer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from echo_core import echo  # noqa: E402
+from echo_core import echo
 
 LIMIT_S = 30.0
 
