@@ -8,6 +8,7 @@ supervises it to start a new one.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import threading
@@ -81,6 +82,8 @@ class HttpServer:
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         try:
             if await self._load(load):
+                gc.collect()
+                gc.freeze()  # or each full collection looks at all modules, and every stream waits for 0.1 s
                 on_ready()
                 await self._watch()
                 await self.service.drain()
