@@ -5,21 +5,17 @@ import contextlib
 import http.client
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
+from echo_core import echo
 
 from jaxserve import AsyncLLM
 from jaxserve.server.options import ServerOptions
 from jaxserve.server.run import HttpServer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from echo_core import echo  # noqa: E402
 
 LIMIT_S = 30.0
 
