@@ -93,13 +93,13 @@ def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
 
 
 def echo(config: dict) -> tuple[EchoCore, Facts]:
-    """The `CoreFactory`."""
+    """The `CoreFactory`. `fail`: it cannot start; `tokenizer` False: there is none; `max_model_len`."""
     if config.get("fail"):
         raise ValueError("no such weights, as planted")
     return EchoCore(config), Facts(
-        tokenizer=TokenizerFacts.of(ascii_tokenizer()),
+        tokenizer=TokenizerFacts.of(ascii_tokenizer()) if config.get("tokenizer", True) else None,
         vocab_size=VOCAB_SIZE,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=config.get("max_model_len", MAX_MODEL_LEN),
         max_logprobs=20,
         generation_config={},
         seed=0,

@@ -108,10 +108,13 @@ def running(options: ServerOptions, load: Callable[[], AsyncLLM] = load_echo, **
         raise errors[0]
 
 
-def raw_request(port: int, path: str, body: Any) -> socket.socket:
+def raw_request(port: int, path: str, body: Any, *, receive_buffer_bytes: int | None = None) -> socket.socket:
     """Sends a request over a bare socket and leaves the answer unread."""
     data = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
-    head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
+    connection = socket.socket()
+    if receive_buffer_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    connection.settimeout(LIMIT_S)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(b"POST %b HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
     return connection

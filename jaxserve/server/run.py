@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import uvicorn
 from starlette.routing import BaseRoute, Route
@@ -95,15 +96,16 @@ class HttpServer:
                 self.service.llm.shutdown()
 
     async def _load(self, load: Callable[[], AsyncLLM]) -> bool:
-        """False when a stop came first; then the load goes on in its thread until the process ends."""
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[AsyncLLM] = loop.create_future()
-        thread = threading.Thread(target=_load_into, args=(loaded, load, loop), name="load-model", daemon=True)
-        thread.start()
-        stopped = asyncio.create_task(self._stopped.wait())
+        """False when a stop came first; an engine that comes later is ended at once."""
+        loading: Future[AsyncLLM] = Future()
+        loading.set_running_or_notify_cancel()
+        threading.Thread(target=_load_into, args=(loading, load), name="load-model", daemon=True).start()
+        loaded, stopped = asyncio.wrap_future(loading), asyncio.create_task(self._stopped.wait())
         await asyncio.wait((loaded, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not loaded.done():
+            loaded.cancel()
+            loading.add_done_callback(_discard)
             return False
         self.service.llm = loaded.result()
         return True
@@ -130,20 +132,16 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _load_into(
-    loaded: "asyncio.Future[AsyncLLM]", load: Callable[[], AsyncLLM], loop: asyncio.AbstractEventLoop
-) -> None:
-    def tell(put: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(put)
-
+def _load_into(loading: Future[AsyncLLM], load: Callable[[], AsyncLLM]) -> None:
     try:
-        llm = load()
+        loading.set_result(load())
     except Exception as error:
-        failure = error
-        tell(lambda: loaded.set_exception(failure))
-    else:
-        tell(lambda: loaded.set_result(llm))
+        loading.set_exception(error)
+
+
+def _discard(loading: Future[AsyncLLM]) -> None:
+    if loading.exception() is None:
+        loading.result().shutdown()
 
 
 def bind(options: ServerOptions) -> socket.socket:

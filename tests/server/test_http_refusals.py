@@ -5,6 +5,7 @@ import json
 
 import openai
 import pytest
+from echo_core import echo
 from http_server import raw_request, running
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -78,7 +79,7 @@ def test_a_bad_request_is_400_and_names_the_field(server, path, body, param, wor
 
 
 def test_openais_fields_without_meaning_here_are_taken(server):
-    body = {"prompt": "abc", "max_tokens": 3} | dict.fromkeys(Ignored.__struct_fields__, {"any": ["thing"]})
+    body = {"prompt": "abc", "max_tokens": 3} | {name: {"any": ["thing"]} for name in Ignored.__struct_fields__}
     assert server.ask("POST", COMPLETIONS, body)[0] == 200
 
 
@@ -211,21 +212,11 @@ def test_the_document_describes_every_field(server):
 
 
 def test_without_a_tokenizer_only_token_ids_are_taken():
-    with running(ServerOptions(served_model_name="m", port=0), load=load_without_tokenizer) as it:
+    with running(
+        ServerOptions(served_model_name="m", port=0), load=lambda: AsyncLLM.over(echo, {"tokenizer": False})
+    ) as it:
         status, answer, _ = it.ask("POST", COMPLETIONS, {"prompt": "abc"})
         assert (status, "no tokenizer" in answer["error"]["message"]) == (400, True)
         assert it.ask("POST", CHAT, {"messages": HELLO})[0] == 400
         status, answer, _ = it.ask("POST", COMPLETIONS, {"prompt": [97], "max_tokens": 2, "logprobs": 0})
         assert (status, answer["choices"][0]["logprobs"]["tokens"]) == (200, ["token_id:97"] * 2)
-
-
-def load_without_tokenizer():
-    return AsyncLLM.over(echo_of_ids, {})
-
-
-def echo_of_ids(config):
-    from echo_core import echo
-
-    core, facts = echo(config)
-    facts.tokenizer = None
-    return core, facts

@@ -76,7 +76,7 @@ def test_completion_logprobs_name_the_token_and_the_likeliest(client):
         for chunk in client.completions.create(model="echo", prompt="ab", max_tokens=3, logprobs=2, stream=True)
     ]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-        assert sum((getattr(part, name) for part in parts), []) == getattr(found, name)
+        assert [entry for part in parts for entry in getattr(part, name)] == getattr(found, name)
 
 
 def test_a_chat_answer_is_a_message(client):
