@@ -39,6 +39,7 @@ def test_the_commands_reach_the_engine_as_they_are_shown(arguments, monkeypatch,
         raise EngineDeadError("as far as the engine")
 
     monkeypatch.setattr("jaxserve.cli.engine.start", start)
+    monkeypatch.setattr("jaxserve.cli.engine.start_async", start)
     monkeypatch.chdir(tmp_path)
     (line,) = re.findall(r"`(\{.*?\})`", README)
     Path("in.jsonl").write_text(line + "\n", encoding="utf-8")

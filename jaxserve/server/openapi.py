@@ -31,6 +31,13 @@ REQUEST_ID = {
     "schema": {"type": "string"},
 }
 
+EVENT = {
+    "type": "object",
+    "description": "One event; its data is a chunk as JSON, an error as JSON, or [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+
 
 async def document(request: Request) -> Response:
     return Response(encoded(), media_type="application/json")
@@ -68,7 +75,7 @@ def schema() -> dict[str, Any]:
 
 def _post(summary: str, request: type, answer: type) -> dict[str, Any]:
     ok = _answer(answer, "The answer; with stream, server-sent events that each hold a chunk, and [DONE].")
-    ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    ok["content"]["text/event-stream"] = {"schema": EVENT}
     return {
         "post": {
             "summary": summary,
