@@ -17,209 +17,25 @@ a quarter of the time and its end.
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import gc
-import mmap
-import multiprocessing
 import os
 import random
-import re
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import tokenizers
-from tokenizers import decoders, models
 
+from benchmarks._front_ends import FRONT_ENDS, FrontEnd, in_process
+from benchmarks._paced_core import NUM_STAMPS, map_stamps
 from benchmarks._report import Row, report
-from jaxserve import AsyncLLM, RequestOutputKind, SamplingParams
-from jaxserve.core_types import CoreOutput, CoreRequest
-from jaxserve.engine_messages import Facts, TokenizerFacts
-from jaxserve.tokenizer import Tokenizer
 
-NUM_STAMPS = 1 << 16  # steps until their numbers begin again
 TARGET_MS = {32: 5.0, 256: 40.0}
 TARGET_GROWTH_MIB = 16.0
 TOKENS = (32, 256)  # fewest and most of a request
-
-# ------------------------------------------------------------------------------------------------------ the core
-
-
-class PacedCore:
-    """Config: `step_s`, and `stamps`, the path of the file for the times of steps."""
-
-    def __init__(self, config: dict):
-        self._step_s, self._step = config["step_s"], 0
-        self._stamps = map_stamps(config["stamps"])
-        self._left: dict[int, int] = {}  # tokens to go, by sequence
-        self._next = time.monotonic()
-
-    def add_request(self, request: CoreRequest) -> None:
-        assert request.params.max_tokens is not None
-        self._left[request.seq_id] = request.params.max_tokens
-
-    def finish(self, seq_ids: list[int], reason: str, stop_reason: str | None = None) -> list[CoreOutput]:
-        for seq_id in seq_ids:
-            self._left.pop(seq_id, None)
-        return []
-
-    def step(self) -> list[CoreOutput]:
-        self._next = max(self._next + self._step_s, time.monotonic())
-        time.sleep(max(0.0, self._next - time.monotonic()))
-        self._step = (self._step + 1) % NUM_STAMPS
-        outputs = []
-        for seq_id, left in list(self._left.items()):
-            last = left == 1
-            outputs.append(
-                CoreOutput(seq_id=seq_id, new_token_ids=[self._step], finish_reason="length" if last else None)
-            )
-            if last:
-                del self._left[seq_id]
-            else:
-                self._left[seq_id] = left - 1
-        self._stamps[self._step] = time.monotonic()
-        return outputs
-
-    def has_unfinished(self) -> bool:
-        return bool(self._left)
-
-    def get_metrics(self) -> dict[str, float]:
-        return {"running": len(self._left)}
-
-    def close(self) -> None:
-        pass
-
-
-def paced(config: dict) -> tuple[PacedCore, Facts]:
-    """The `CoreFactory`. A token's text is the number of its step in four hexadecimal digits."""
-    vocab = {f"{i:04x}": i for i in range(NUM_STAMPS)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
-    backend.decoder = decoders.ByteLevel()
-    facts = Facts(
-        tokenizer=TokenizerFacts.of(Tokenizer(backend)),
-        vocab_size=NUM_STAMPS,
-        max_model_len=4096,
-        max_logprobs=0,
-        generation_config={},
-        seed=0,
-    )
-    return PacedCore(config), facts
-
-
-def map_stamps(path: str) -> np.ndarray:
-    with open(path, "r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 8 * NUM_STAMPS), np.float64)
-
-
-# ------------------------------------------------------------------------------------------------- the front ends
-
-type OnText = Callable[[str], bool]  # False: the client leaves
-
-
-class FrontEnd(Protocol):
-    """A way to the engine, seen by a client."""
-
-    async def generate(self, num_tokens: int, on_text: OnText) -> None:
-        """Runs one request to its end; text goes to `on_text` as it comes."""
-        ...
-
-
-class InProcess:
-    """No front end: readers beside the engine's own."""
-
-    def __init__(self, llm: AsyncLLM):
-        self._llm, self._number = llm, 0
-
-    async def generate(self, num_tokens: int, on_text: OnText) -> None:
-        params = SamplingParams(max_tokens=num_tokens, output_kind=RequestOutputKind.DELTA)
-        self._number += 1
-        async with contextlib.aclosing(self._llm.generate([1], params, str(self._number))) as outputs:
-            async for output in outputs:
-                if not on_text(output.outputs[0].text):
-                    break
-
-
-class Http:
-    """Streams of /v1/completions, one connection a request. Reads no more than the texts, as a lean client would."""
-
-    def __init__(self, port: int):
-        self._port = port
-
-    async def generate(self, num_tokens: int, on_text: OnText) -> None:
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        transport, _ = await loop.create_connection(
-            lambda: _HttpStream(num_tokens, on_text, done), "127.0.0.1", self._port
-        )
-        try:
-            await done
-        finally:
-            transport.close()
-
-
-class _HttpStream(asyncio.Protocol):
-    def __init__(self, num_tokens: int, on_text: OnText, done: asyncio.Future[None]):
-        body = b'{"prompt":[1],"stream":true,"max_tokens":%d}' % num_tokens
-        self._request = b"POST /v1/completions HTTP/1.1\r\nHost: l\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-        self._on_text, self._done, self._rest = on_text, done, b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        if self._done.done():
-            return
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
-            if event.endswith(b"[DONE]"):
-                self._done.set_result(None)
-            elif (text := re.search(rb'"text":"([0-9a-f]*)"', event)) is not None and not self._on_text(
-                text[1].decode()
-            ):
-                self._done.set_result(None)
-                return
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self._done.done():
-            self._done.set_exception(exc or ConnectionError("the server closed the connection"))
-
-
-async def serve_http(config: dict, pipe: Connection) -> None:
-    """The server's process: tells its port, serves until it is told to stop, tells how many sequences still run."""
-    from jaxserve.server.options import ServerOptions
-    from jaxserve.server.run import HttpServer
-
-    server = HttpServer(ServerOptions(served_model_name="paced", port=0))
-    running = asyncio.create_task(
-        server.run(lambda: AsyncLLM.over(paced, config), on_ready=lambda: pipe.send(server.port))
-    )
-    await asyncio.to_thread(pipe.recv)
-    pipe.send(await num_running(server.service.loaded()))
-    server.stop()
-    await running
-
-
-async def num_running(llm: AsyncLLM) -> float:
-    """Sequences that still run once aborts have had a moment to arrive."""
-    for _ in range(100):
-        if not (running := (await llm.get_metrics())["running"]):
-            break
-        await asyncio.sleep(0.05)
-    return running
-
-
-def server_process(config: dict, pipe: Connection) -> None:
-    asyncio.run(serve_http(config, pipe))
-
-
-# -------------------------------------------------------------------------------------------------- the measuring
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -287,42 +103,13 @@ def resident_mib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-@contextlib.asynccontextmanager
-async def in_process(config: dict) -> AsyncGenerator[tuple[FrontEnd, int, Callable]]:
-    llm = await asyncio.to_thread(AsyncLLM.over, paced, config)
-    try:
-        yield InProcess(llm), os.getpid(), lambda: num_running(llm)
-    finally:
-        llm.shutdown()
-
-
-@contextlib.asynccontextmanager
-async def over_http(config: dict) -> AsyncGenerator[tuple[FrontEnd, int, Callable]]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=server_process, args=(config, theirs))  # no daemon: it has a child of its own
-    process.start()
-    port = await asyncio.to_thread(ours.recv)
-    assert process.pid is not None
-
-    async def ended() -> float:
-        ours.send("stop")
-        return await asyncio.to_thread(ours.recv)
-
-    yield Http(port), process.pid, ended
-    await asyncio.to_thread(process.join)
-
-
 async def measure(kind: Callable, options: argparse.Namespace, streams: int) -> Load:
     with tempfile.NamedTemporaryFile() as file:
         file.truncate(8 * NUM_STAMPS)
-        async with kind({"step_s": options.step_ms / 1e3, "stamps": file.name}) as (front_end, pid, ended):
-            load = await drive(front_end, options, streams, map_stamps(file.name), pid)
-            load.still_running = await ended()
+        async with kind({"step_s": options.step_ms / 1e3, "stamps": file.name}) as running:
+            load = await drive(running.client, options, streams, map_stamps(file.name), running.pid)
+            load.still_running = await running.end()
     return load
-
-
-FRONT_ENDS = {"http": over_http}
 
 
 def rows_of(name: str, load: Load, base: Load, streams: int) -> list[Row]:
