@@ -81,7 +81,7 @@ def _post(summary: str, request: type, answer: type) -> dict[str, Any]:
             "summary": summary,
             "parameters": [REQUEST_ID],
             "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
-            "responses": {"200": ok, **_errors(400, 401, 404, 413, 503)},
+            "responses": {"200": ok, **_errors(400, 401, 404, 408, 413, 503)},
         }
     }
 
@@ -104,6 +104,7 @@ def _errors(*statuses: int) -> dict[str, Any]:
         400: "A value that cannot be served; `param` names it.",
         401: "The API key is missing or wrong.",
         404: "No such model.",
+        408: "The body took too long to come.",
         413: "The body is too long.",
         503: "The queue is full, or the server is loading or stopping: try again after Retry-After seconds.",
     }

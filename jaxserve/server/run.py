@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 HEALTH_INTERVAL_S = 0.25
 DEATH_NOTICE_S = 1.0  # for probes and clients to hear of a dead engine from us
 CLOSE_TIMEOUT_S = 5.0  # for the last bytes of drained requests
+KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection, so that it is theirs to close
 BACKLOG = 2048
 
 
@@ -58,6 +59,7 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
         )
         self.loop_factory = config.get_loop_factory()  # uvloop's where it is installed

@@ -86,16 +86,29 @@ def sse(data: bytes) -> list[dict]:
     return [json.loads(e) for e in re.findall(rb"data: (\{.*?\})\n\n", body)]
 
 
+@pytest.fixture(scope="module")
+def impatient():
+    with running(ServerOptions(served_model_name="echo", port=0, stall_timeout_s=0.5)) as it:
+        yield it
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system cannot end a stalled connection")
-def test_a_reader_that_stalls_too_long_is_cut_off():
-    options = ServerOptions(served_model_name="echo", port=0, stall_timeout_s=0.5)
-    with running(options) as it, stalled_reader(it.port, LONG | {"stream": True, "n": 3}) as connection:
-        it.settled(running=3)
-        eventually(lambda: it.server.service.num_running == 0)
-        eventually(lambda: not it.server._server.server_state.connections)
-        it.settled(running=0)
+def test_a_reader_that_stalls_too_long_is_cut_off(impatient):
+    with stalled_reader(impatient.port, LONG | {"stream": True, "n": 3}) as connection:
+        impatient.settled(running=3)
+        eventually(lambda: impatient.server.service.num_running == 0)
+        eventually(lambda: not impatient.server._server.server_state.connections)
+        impatient.settled(running=0)
         with pytest.raises(ConnectionResetError):
             read_until(connection, b"[DONE]")
+
+
+def test_a_body_that_does_not_come_is_408(impatient):
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=30) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 100\r\n\r\n{")
+        answer = read_until(connection, b"}")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"within 0.5 s" in answer
 
 
 def test_while_the_model_loads_the_server_is_alive_but_not_ready():
