@@ -33,6 +33,8 @@ from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGES_A_TURN = 64  # readers get their turn even behind an engine that never pauses
+
 
 class AsyncLLM:
     """Serves many requests at once from an event loop; takes the options of `LLM`.
@@ -256,8 +258,13 @@ class AsyncLLM:
     # ----------------------------------------------------------------------------------------- from the child process
 
     def _read(self) -> None:
+        """Takes all that has come: readers that fell behind then find one merged output, and catch up."""
         try:
             self._take(self._process.receive())
+            for _ in range(MAX_MESSAGES_A_TURN - 1):
+                if not self._process.has_message():
+                    break
+                self._take(self._process.receive())
         except EngineDeadError as error:
             self._die(str(error))
         except Exception as error:

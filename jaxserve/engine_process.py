@@ -207,6 +207,10 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise EngineDeadError(self.epitaph()) from error
 
+    def has_message(self) -> bool:
+        """`receive` would not block."""
+        return not self._connection.closed and self._connection.poll()
+
     def is_alive(self) -> bool:
         return not self._connection.closed and self._process.is_alive()
 

@@ -8,7 +8,7 @@ import time
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.core_types import CoreOutput, CoreRequest
+from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
 from jaxserve.engine_messages import Facts, TokenizerFacts
 from jaxserve.exceptions import QueueFullError, RequestError
 from jaxserve.tokenizer import Tokenizer
@@ -66,7 +66,12 @@ class EchoCore:
         self._positions[request.seq_id] += 1
         last = position + 1 == request.params.max_tokens
         token = prompt[position % len(prompt)]
-        return CoreOutput(seq_id=request.seq_id, new_token_ids=[token], finish_reason="length" if last else None)
+        return CoreOutput(
+            seq_id=request.seq_id,
+            new_token_ids=[token],
+            finish_reason="length" if last else None,
+            logprobs=None if request.params.logprobs is None else [logprobs_of(token, request.params.logprobs)],
+        )
 
     def has_unfinished(self) -> bool:
         return bool(self._running)
@@ -81,14 +86,20 @@ class EchoCore:
         pass
 
 
+def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
+    """The token is the likeliest, the next ids follow; the k-th has the log probability -k / 2."""
+    top = [(token + i) % VOCAB_SIZE for i in range(num_top)]
+    return TokenLogprobs([token, *top], [-0.5, *(-0.5 * (i + 1) for i in range(num_top))], 1)
+
+
 def echo(config: dict) -> tuple[EchoCore, Facts]:
-    """The `CoreFactory`."""
+    """The `CoreFactory`. `fail`: it cannot start; `tokenizer` False: there is none; `max_model_len`."""
     if config.get("fail"):
         raise ValueError("no such weights, as planted")
     return EchoCore(config), Facts(
-        tokenizer=TokenizerFacts.of(ascii_tokenizer()),
+        tokenizer=TokenizerFacts.of(ascii_tokenizer()) if config.get("tokenizer", True) else None,
         vocab_size=VOCAB_SIZE,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=config.get("max_model_len", MAX_MODEL_LEN),
         max_logprobs=20,
         generation_config={},
         seed=0,

@@ -68,6 +68,18 @@ async def settled(llm, **expected):
 # ------------------------------------------------------------------------------------------------------------ streams
 
 
+def test_a_loop_that_was_held_up_gets_all_that_came_meanwhile_as_one_output(shared):
+    async def main():
+        async with contextlib.aclosing(shared.generate("abc", params(300, RequestOutputKind.DELTA), "r")) as outputs:
+            await anext(outputs)
+            time.sleep(0.2)  # holds up the loop, not the engine
+            return (await anext(outputs)).outputs[0].token_ids
+
+    token_ids = asyncio.run(main())
+    assert len(token_ids) > 2
+    assert token_ids == list((b"abc" * 100)[1 : 1 + len(token_ids)])
+
+
 def test_the_three_output_kinds_tell_the_same_text(shared):
     async def main():
         kinds = RequestOutputKind

@@ -8,6 +8,7 @@ import threading
 import time
 
 import grpc
+import httpx
 import pytest
 from echo_core import echo
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -19,6 +20,8 @@ from jaxserve import AsyncLLM, EngineDeadError, ParameterError, QueueFullError, 
 from jaxserve.config import RuntimeOptions
 from jaxserve.core_types import CoreOutput, CoreRequest
 from jaxserve.output_processor import OutputProcessor
+from jaxserve.server.app import build_app
+from jaxserve.server.options import ServerOptions
 
 TRACE_ID, PARENT_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACEPARENT = f"00-{TRACE_ID:032x}-{PARENT_ID:016x}-01"
@@ -209,3 +212,15 @@ def test_an_endpoint_without_opentelemetry_says_what_to_install(monkeypatch, cap
 def test_an_endpoint_must_be_a_url():
     with pytest.raises(ParameterError, match="otlp_traces_endpoint must be a URL such as http"):
         RuntimeOptions(otlp_traces_endpoint="localhost:4317")
+
+
+def test_a_request_over_http_goes_below_the_callers_span(exporter, llm):
+    async def ask() -> None:
+        transport = httpx.ASGITransport(build_app(llm, ServerOptions(served_model_name="m")))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"prompt": "abc", "max_tokens": 2}
+            await client.post("/v1/completions", json=body, headers={"Traceparent": TRACEPARENT})
+
+    asyncio.run(ask())
+    span = by_name(exporter)["llm_request"]
+    assert (span.context.trace_id, span.parent.span_id) == (TRACE_ID, PARENT_ID)

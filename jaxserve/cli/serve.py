@@ -2,12 +2,13 @@
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxserve.cli import engine as driver
-from jaxserve.cli.options import ENGINE_OPTIONS, takes
+from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import how_to_install
 from jaxserve.server.options import MAX_REQUEST_BYTES, ServerOptions
 
@@ -34,12 +35,13 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests may go on after SIGTERM or Ctrl-C.")
     ] = 30.0,
+    profile: ProfileOption = None,
 ) -> None:
     """Serve the model over HTTP, to clients of OpenAI's API: completions and chat, whole or streamed.
 
-    /health tells whether the engine lives, /ready whether requests are taken, /openapi.json what may be asked. The
-    first SIGTERM or Ctrl-C refuses new requests and lets running ones end, the second ends them. A dead engine ends
-    the server, with exit code 1.
+    /health tells whether the engine lives, /ready whether requests are taken, /openapi.json what may be asked; / shows
+    the engine at work, /metrics is for Prometheus. The first SIGTERM or Ctrl-C refuses new requests and lets running
+    ones end, the second ends them. A dead engine ends the server, with exit code 1.
     """
     try:
         from jaxserve.server.run import HttpServer
@@ -58,11 +60,11 @@ def serve(
     server = HttpServer(options)
     shown_host = f"[{host}]" if ":" in host else host
     print(f"listening on http://{shown_host}:{server.port}, loading {engine['model']}", flush=True)
-    asyncio.run(_until_stopped(server, engine), loop_factory=server.loop_factory)
+    asyncio.run(_until_stopped(server, engine, profile), loop_factory=server.loop_factory)
 
 
-async def _until_stopped(server: "HttpServer", engine: dict[str, Any]) -> None:
+async def _until_stopped(server: "HttpServer", engine: dict[str, Any], profile: Path | None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
-    await server.run(lambda: driver.start_async(engine), on_ready=lambda: print("ready", flush=True))
+    await server.run(lambda: driver.start_async(engine), on_ready=lambda: print("ready", flush=True), profile=profile)

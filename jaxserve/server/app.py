@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from jaxserve.async_engine import AsyncLLM
 from jaxserve.server import info, openapi
@@ -27,7 +27,6 @@ def build_app(
     options: ServerOptions,
     *,
     observers: Sequence[Observer] = (),
-    routes: Sequence[BaseRoute] = (),
     open_routes: Sequence[Route] = (),
 ) -> Starlette:
     """The HTTP API over `llm`, for any ASGI server.
@@ -35,8 +34,7 @@ def build_app(
     Args:
         llm: the engine; None while it loads, when `app.state.service.llm` takes it later.
         observers: each is called for every `RequestOutput` of a request, before it is written.
-        routes: further routes, which ask for an API key where there is one.
-        open_routes: further routes that do not; their paths hold no parameters.
+        open_routes: further routes, which ask for no API key; their paths hold no parameters.
     """
     service = Service(llm, options, observers)
     app = Starlette(
@@ -45,7 +43,6 @@ def build_app(
             Route("/v1/chat/completions", Endpoint(service, ChatCompletionRequest, ChatAnswer.of), methods=["POST"]),
             *info.routes(service),
             Route("/openapi.json", openapi.document),
-            *routes,
             *open_routes,
         ],
         middleware=[

@@ -30,6 +30,7 @@ STREAM_START = {
     ],
 }
 DONE = b"data: [DONE]\n\n"
+CLOSE = {"Connection": "close"}  # the rest of the body is not wanted
 
 
 class ClientLeft(Exception):
@@ -58,8 +59,9 @@ class Endpoint:
             await send(message)
 
         try:
-            body = await read_body(scope, receive, self._service.options.max_request_bytes)
-            await until_disconnect(receive, self._answer(body, start_and_send))
+            options = self._service.options
+            body = await read_body(scope, receive, options.max_request_bytes, options.stall_timeout_s)
+            await until_disconnect(receive, self._answer(body, Headers(scope=scope), start_and_send))
         except ClientLeft:
             pass
         except Exception as error:
@@ -67,11 +69,16 @@ class Endpoint:
                 raise
             await as_api_error(error).response()(scope, receive, send)
 
-    async def _answer(self, body: bytes, send: Callable[[Any], Awaitable[None]]) -> None:
+    async def _answer(self, body: bytes, headers: Headers, send: Callable[[Any], Awaitable[None]]) -> None:
         llm = self._service.engine()
         answer = await self._understand(decode(self._decoder, body), llm, self._service.options.served_model_name)
         outputs = self._service.generate(
-            answer.id, answer.prompts, answer.params, priority=answer.priority, salt=answer.cache_salt
+            answer.id,
+            answer.prompts,
+            answer.params,
+            priority=answer.priority,
+            salt=answer.cache_salt,
+            trace_headers=headers,
         )
         async with contextlib.aclosing(outputs):
             if answer.stream:
@@ -91,13 +98,22 @@ def decode(decoder: msgspec.json.Decoder, body: bytes) -> Any:
         raise bad_request(f"the body must be a JSON object in UTF-8: {error}", code="invalid_json") from error
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: 413, it is longer than `limit` bytes; a longer one is not read to its end.
+        ApiError: 413, it is longer than `limit` bytes; a longer one is not read to its end. 408, it took too long.
         ClientLeft: the client went before its end.
     """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_body(scope, receive, limit)
+    except TimeoutError as error:
+        message = f"the request must come within {timeout_s:g} s"
+        raise ApiError(408, message, code="request_timeout", headers=CLOSE) from error
+
+
+async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     declared = Headers(scope=scope).get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -117,7 +133,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     message = f"the request must be at most {limit} bytes; the server's --max-request-bytes says so"
-    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+    return ApiError(413, message, code="request_too_large", headers=CLOSE)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

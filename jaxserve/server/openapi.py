@@ -31,6 +31,13 @@ REQUEST_ID = {
     "schema": {"type": "string"},
 }
 
+EVENT = {
+    "type": "object",
+    "description": "One event; its data is a chunk as JSON, an error as JSON, or [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+
 
 async def document(request: Request) -> Response:
     return Response(encoded(), media_type="application/json")
@@ -68,13 +75,13 @@ def schema() -> dict[str, Any]:
 
 def _post(summary: str, request: type, answer: type) -> dict[str, Any]:
     ok = _answer(answer, "The answer; with stream, server-sent events that each hold a chunk, and [DONE].")
-    ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    ok["content"]["text/event-stream"] = {"schema": EVENT}
     return {
         "post": {
             "summary": summary,
             "parameters": [REQUEST_ID],
             "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
-            "responses": {"200": ok, **_errors(400, 401, 404, 413, 503)},
+            "responses": {"200": ok, **_errors(400, 401, 404, 408, 413, 503)},
         }
     }
 
@@ -97,6 +104,7 @@ def _errors(*statuses: int) -> dict[str, Any]:
         400: "A value that cannot be served; `param` names it.",
         401: "The API key is missing or wrong.",
         404: "No such model.",
+        408: "The body took too long to come.",
         413: "The body is too long.",
         503: "The queue is full, or the server is loading or stopping: try again after Retry-After seconds.",
     }

@@ -21,7 +21,7 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
     max_request_bytes: int = MAX_REQUEST_BYTES
     drain_timeout_s: float = 30.0  # how long running requests may go on after a stop
-    stall_timeout_s: float = 60.0  # a client that takes no byte for so long is cut off, where the system can (Linux)
+    stall_timeout_s: float = 60.0  # for a body to come; and, on Linux, for a client to take a byte of ours
 
     def __post_init__(self) -> None:
         if not self.served_model_name:

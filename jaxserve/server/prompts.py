@@ -74,14 +74,14 @@ def _encode(tokenizer: Tokenizer, text: str, max_model_len: int, *, add_special_
 
 
 def _render(tokenizer: Tokenizer, request: ChatCompletionRequest) -> str:
-    add_generation_prompt = request.add_generation_prompt
+    goes_on = bool(request.continue_final_message)
     try:
         text = tokenizer.apply_chat_template(
             [_as_dict(message) for message in request.messages],
-            add_generation_prompt=not request.continue_final_message
-            if add_generation_prompt is None
-            else add_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
+            add_generation_prompt=not goes_on
+            if request.add_generation_prompt is None
+            else request.add_generation_prompt,
+            continue_final_message=goes_on,
             tools=None if request.tool_choice == "none" else request.tools,
             **(request.chat_template_kwargs or {}),
         )

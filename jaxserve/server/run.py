@@ -8,25 +8,29 @@ supervises it to start a new one.
 
 import asyncio
 import contextlib
+import gc
 import logging
+import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import uvicorn
-from starlette.routing import BaseRoute, Route
 
 from jaxserve.async_engine import AsyncLLM
 from jaxserve.exceptions import EngineDeadError
 from jaxserve.server.app import build_app
+from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerOptions
-from jaxserve.server.service import Observer
+from jaxserve.server.page import LivePage
 
 logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 0.25
 DEATH_NOTICE_S = 1.0  # for probes and clients to hear of a dead engine from us
 CLOSE_TIMEOUT_S = 5.0  # for the last bytes of drained requests
+KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection, so that it is theirs to close
 BACKLOG = 2048
 
 
@@ -37,15 +41,14 @@ class HttpServer:
         OSError: the address cannot be bound.
     """
 
-    def __init__(
-        self,
-        options: ServerOptions,
-        *,
-        observers: Sequence[Observer] = (),
-        routes: Sequence[BaseRoute] = (),
-        open_routes: Sequence[Route] = (),
-    ):
-        app = build_app(None, options, observers=observers, routes=routes, open_routes=open_routes)
+    def __init__(self, options: ServerOptions):
+        metrics, page = ServerMetrics(options.served_model_name), LivePage(options.served_model_name)
+        app = build_app(
+            None,
+            options,
+            observers=(metrics.observe, page.observe),
+            open_routes=[route for part in (metrics, page) for route in part.routes(lambda: self.service.llm)],
+        )
         self.service = app.state.service
         self._socket = bind(options)
         self._stopped = asyncio.Event()
@@ -56,6 +59,7 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
         )
         self.loop_factory = config.get_loop_factory()  # uvloop's where it is installed
@@ -71,8 +75,15 @@ class HttpServer:
             self.service.drain_until = 0.0
         self._stopped.set()
 
-    async def run(self, load: Callable[[], AsyncLLM], on_ready: Callable[[], None] = lambda: None) -> None:
+    async def run(
+        self,
+        load: Callable[[], AsyncLLM],
+        on_ready: Callable[[], None] = lambda: None,
+        profile: str | os.PathLike[str] | None = None,
+    ) -> None:
         """Serves the engine that `load` makes, and shuts it down at the end.
+
+        `profile` is a folder for a JAX profiler trace of all that the engine does until the last request is drained.
 
         Raises:
             EngineDeadError: the engine ended, or could not start.
@@ -81,9 +92,16 @@ class HttpServer:
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         try:
             if await self._load(load):
+                gc.collect()
+                gc.freeze()  # or each full collection looks at all modules, and every stream waits for 0.1 s
+                engine = self.service.loaded()
+                if profile is not None:
+                    await engine.start_profile(profile)
                 on_ready()
                 await self._watch()
                 await self.service.drain()
+                if profile is not None:
+                    await engine.stop_profile()
         finally:
             self.service.draining = True
             self._server.should_exit = True
@@ -92,15 +110,16 @@ class HttpServer:
                 self.service.llm.shutdown()
 
     async def _load(self, load: Callable[[], AsyncLLM]) -> bool:
-        """False when a stop came first; then the load goes on in its thread until the process ends."""
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[AsyncLLM] = loop.create_future()
-        thread = threading.Thread(target=_load_into, args=(loaded, load, loop), name="load-model", daemon=True)
-        thread.start()
-        stopped = asyncio.create_task(self._stopped.wait())
+        """False when a stop came first; an engine that comes later is ended at once."""
+        loading: Future[AsyncLLM] = Future()
+        loading.set_running_or_notify_cancel()
+        threading.Thread(target=_load_into, args=(loading, load), name="load-model", daemon=True).start()
+        loaded, stopped = asyncio.wrap_future(loading), asyncio.create_task(self._stopped.wait())
         await asyncio.wait((loaded, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not loaded.done():
+            loaded.cancel()
+            loading.add_done_callback(_discard)
             return False
         self.service.llm = loaded.result()
         return True
@@ -127,20 +146,16 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _load_into(
-    loaded: "asyncio.Future[AsyncLLM]", load: Callable[[], AsyncLLM], loop: asyncio.AbstractEventLoop
-) -> None:
-    def tell(put: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(put)
-
+def _load_into(loading: Future[AsyncLLM], load: Callable[[], AsyncLLM]) -> None:
     try:
-        llm = load()
+        loading.set_result(load())
     except Exception as error:
-        failure = error
-        tell(lambda: loaded.set_exception(failure))
-    else:
-        tell(lambda: loaded.set_result(llm))
+        loading.set_exception(error)
+
+
+def _discard(loading: Future[AsyncLLM]) -> None:
+    if loading.exception() is None:
+        loading.result().shutdown()
 
 
 def bind(options: ServerOptions) -> socket.socket:

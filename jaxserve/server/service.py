@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from jaxserve.async_engine import AsyncLLM
 from jaxserve.exceptions import EngineDeadError
@@ -55,7 +55,14 @@ class Service:
         return self.llm is not None and not self.draining and self.llm.is_running
 
     async def generate(
-        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int, salt: str | None
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int,
+        salt: str | None,
+        trace_headers: Mapping[str, str],
     ) -> Outputs:
         """The outputs of all prompts as they come, until each is finished. Closing it aborts what still runs.
 
@@ -66,7 +73,7 @@ class Service:
         llm = self.engine()
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         streams = [
-            llm.generate(prompt, params, one_id, priority=priority, cache_salt=salt)
+            llm.generate(prompt, params, one_id, priority=priority, cache_salt=salt, trace_headers=trace_headers)
             for prompt, one_id in zip(prompts, ids, strict=True)
         ]
         self._running.update(ids)

@@ -35,7 +35,9 @@ def test_help_tells_the_defaults_of_the_library():
             assert told == shown(defaults[name]), name
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "batch", "bench serve", "bench latency", "bench throughput"])
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "serve", "batch", "bench serve", "bench latency", "bench throughput"]
+)
 def test_help_shows_every_name_in_full_on_80_columns(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _, _ = run(*command.split(), "--help")
@@ -88,7 +90,7 @@ def test_help_imports_nothing_heavy():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for command in ("generate", "chat", "convert", "info", "bench"):
+    for command in ("generate", "chat", "serve", "convert", "info", "bench"):
         assert command in result.stdout
 
 

@@ -5,21 +5,17 @@ import contextlib
 import http.client
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
+from echo_core import echo
 
 from jaxserve import AsyncLLM
 from jaxserve.server.options import ServerOptions
 from jaxserve.server.run import HttpServer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from echo_core import echo
 
 LIMIT_S = 30.0
 
@@ -80,9 +76,9 @@ def load_echo() -> AsyncLLM:
 
 
 @contextlib.contextmanager
-def running(options: ServerOptions, load: Callable[[], AsyncLLM] = load_echo, **extra: Any) -> Iterator[Running]:
+def running(options: ServerOptions, load: Callable[[], AsyncLLM] = load_echo) -> Iterator[Running]:
     """Ends with a stop; an error of the server is raised here."""
-    server = HttpServer(options, **extra)
+    server = HttpServer(options)
     ready, loops, errors = threading.Event(), [], []
 
     async def main() -> None:
@@ -112,10 +108,13 @@ def running(options: ServerOptions, load: Callable[[], AsyncLLM] = load_echo, **
         raise errors[0]
 
 
-def raw_request(port: int, path: str, body: Any) -> socket.socket:
+def raw_request(port: int, path: str, body: Any, *, receive_buffer_bytes: int | None = None) -> socket.socket:
     """Sends a request over a bare socket and leaves the answer unread."""
     data = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
-    head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
+    connection = socket.socket()
+    if receive_buffer_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    connection.settimeout(LIMIT_S)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(b"POST %b HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
     return connection
