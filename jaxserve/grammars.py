@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.core_types import CoreRequest
 from jaxserve.exceptions import RequestError
 from jaxserve.slots import allowed_mask
-from jaxserve.structured import LIMITS, grammar_text, import_llguidance, readable
+from jaxserve.structured import LIMITS, grammar_text, import_llguidance, readable, roomy_threads
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
 
@@ -84,7 +84,7 @@ class Grammars:
     def _compiled(self, params: StructuredOutputsParams) -> "concurrent.futures.Future[LLMatcher]":
         if params not in self._cache:
             if self._pool is None:
-                self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "grammar")
+                self._pool = roomy_threads(NUM_THREADS)
             self._cache[params] = self._pool.submit(self._compile, params)
             if len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)

@@ -3,8 +3,10 @@
 llguidance is an extra: nothing imports it before a request asks for it.
 """
 
+import concurrent.futures
 import functools
 import json
+import threading
 from typing import Any
 
 from jaxserve.exceptions import RequestError
@@ -12,6 +14,7 @@ from jaxserve.structured_params import CONSTRAINTS, StructuredOutputsParams
 
 # Beside llguidance's fuel, which bounds the time that a compile and a mask take. A lexer state takes 1 to 2 KB.
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+STACK_BYTES = 512 << 20  # of a thread that compiles; reserved, but taken only as far as it is used
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
 _PLAIN_VALUES = ("enum", "const", "default", "examples")
 
@@ -22,17 +25,18 @@ def check_grammar(params: StructuredOutputsParams) -> None:
     Raises:
         RequestError: it does not compile, or llguidance is not installed.
     """
-    problem = _problem(grammar_text(params))
+    import_llguidance()
+    problem = _checkers().submit(_problem, params).result()
     if problem:
         kind = next(name for name in CONSTRAINTS if getattr(params, name) is not None)
         raise RequestError(f"structured_outputs.{kind} cannot be used: {problem}")
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """The constraint in llguidance's own form, as text.
+    """The constraint in llguidance's own form, as text. Runs in one of `roomy_threads`.
 
     Raises:
-        RequestError: a GBNF grammar that is none, or llguidance is not installed.
+        ValueError: it is malformed.
     """
     llguidance = import_llguidance()
     if params.regex is not None:
@@ -41,26 +45,40 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
         return llguidance.grammar_from("lark", f"start: {alternatives}")
     if params.grammar is not None:
-        try:
-            return llguidance.grammar_from("grammar", params.grammar)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"structured_outputs.grammar cannot be used: {error}") from error
+        return llguidance.grammar_from("grammar", params.grammar)
     schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
     if params.disable_additional_properties:
         schema = _closed(schema)
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def roomy_threads(count: int) -> concurrent.futures.ThreadPoolExecutor:
+    """Threads for llguidance's compiler: it recurses over chains of rules, and an overflow would end the process."""
+    pool = concurrent.futures.ThreadPoolExecutor(count, "grammar")
+    before = threading.stack_size(STACK_BYTES)
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-    except ValueError as error:
-        raise RequestError(f"structured_outputs.json cannot be used: {error}") from error
+        meeting = threading.Barrier(count)  # so that each of these starts a thread
+        concurrent.futures.wait([pool.submit(meeting.wait) for _ in range(count)])
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+@functools.cache
+def _checkers() -> concurrent.futures.ThreadPoolExecutor:
+    return roomy_threads(1)
 
 
 @functools.lru_cache(maxsize=64)
-def _problem(grammar: str) -> str:
+def _problem(params: StructuredOutputsParams) -> str:
     llguidance = import_llguidance()
-    limits = llguidance.LLParserLimits(**LIMITS)
+    try:
+        grammar, limits = grammar_text(params), llguidance.LLParserLimits(**LIMITS)
+    except ValueError as error:
+        return readable(str(error))
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits)
     return readable(messages[0]) if is_error else ""
 

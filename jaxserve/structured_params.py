@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.exceptions import ParameterError
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
-MAX_CHARS = 1 << 18  # of one constraint: what is compiled for a request must stay small
+MAX_CHARS = 1 << 17  # of one constraint; bounds the time and the stack that its compile takes
 MAX_NESTING = 64
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
