@@ -125,7 +125,7 @@ def _path(name: object) -> str:
 
 
 def _check_text(name: str, text: object) -> None:
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or not text:
         raise ParameterError(_path(name), text, "a non-empty str")
     if len(text) > MAX_CHARS:
         raise ParameterError(_path(name), f"{len(text)} characters", f"at most {MAX_CHARS} characters")
@@ -170,14 +170,10 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _is_deeper(value: object, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
-        ]
-        if not level:
-            return False
-    return True
+def _is_deeper(value: dict, limit: int) -> bool:
+    """Whether objects and lists, `value` among them, are nested more than `limit` times."""
+    level: list[Any] = [value]
+    for _ in range(limit):
+        inner = (child for outer in level for child in (outer.values() if isinstance(outer, dict) else outer))
+        level = [child for child in inner if isinstance(child, dict | list)]
+    return bool(level)

@@ -1,0 +1,399 @@
+"""Answers in a given form, from a model that would write anything: temperature 1 and random weights."""
+
+import asyncio
+import json
+import re
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxserve import AsyncLLM, LLMEngine, RequestError, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jaxserve.grammars import Grammars
+from jaxserve.step_future import StepFuture
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+}
+CHOICE = ["yes", "no", 'per"haps\n', "naïve 😀", "yes, yes"]
+REGEX = r"[a-c]{2,5}-[0-9]{3}(\.[xy])?"
+GBNF = 'root ::= "(" root ")" | "x"'
+FORMS = {
+    "json": {"json": SCHEMA, "disable_any_whitespace": True, "disable_additional_properties": True},
+    "regex": {"regex": REGEX},
+    "choice": {"choice": CHOICE},
+    "gbnf": {"grammar": GBNF},
+    "lark": {"grammar": 'start: "<" start ">" | WORD\nWORD: /[a-z]{1,3}/'},
+}
+FREE = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
+
+
+def params(form, **options):
+    return SamplingParams(**{"max_tokens": 100, "structured_outputs": form} | options)
+
+
+def generate(llm, prompts, sampling_params):
+    return llm.generate(prompts, sampling_params, use_tqdm=False)
+
+
+def is_in_form(name, text):
+    if name == "json":
+        found = json.loads(text)
+        return (
+            set(found) == {"name", "age", "tags"}
+            and len(found["name"]) <= 6
+            and 0 <= found["age"] <= 150
+            and len(found["tags"]) <= 3
+            and set(found["tags"]) <= {"x", "y"}
+        )
+    if name == "choice":
+        return text in CHOICE
+    patterns = {"regex": REGEX, "gbnf": r"(\()*x(\))*", "lark": "<*[a-z]{1,3}>*"}
+    balanced = text.count("(") == text.count(")") and text.count("<") == text.count(">")
+    return balanced and re.fullmatch(patterns[name], text) is not None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_finished_answer_has_the_form(llm, name):
+    prompts = [[7 * i + 3, 5 * i + 9] for i in range(16)]
+    outputs = generate(llm, prompts, [params(FORMS[name], seed=i, temperature=2.0) for i in range(16)])
+    samples = [output.outputs[0] for output in outputs]
+    finished = [sample.text for sample in samples if sample.finish_reason == "stop"]
+    assert len(finished) >= 12
+    assert all(is_in_form(name, text) for text in finished), finished
+    assert {sample.finish_reason for sample in samples} <= {"stop", "length"}
+    assert len(set(finished)) > 1
+    assert all(sample.stop_reason is None for sample in samples)
+
+
+def test_without_the_form_the_model_writes_something_else(llm):
+    """Else the tests above could not fail."""
+    outputs = generate(llm, ["The quick"] * 8, [SamplingParams(seed=i, max_tokens=20) for i in range(8)])
+    assert not any(re.fullmatch(REGEX, output.outputs[0].text) for output in outputs)
+
+
+def test_an_object_of_any_kind_and_the_whitespace_asked_for(llm):
+    forms = [
+        {"json_object": True, "disable_any_whitespace": True},
+        {"json": SCHEMA, "whitespace_pattern": " {2}", "disable_additional_properties": True},
+    ]
+    outputs = generate(llm, ["The"] * 24, [params(forms[i % 2], seed=i) for i in range(24)])
+    finished = [output.outputs[0].text for output in outputs if output.outputs[0].finish_reason == "stop"]
+    assert len(finished) > 4
+    assert all(isinstance(json.loads(text), dict) for text in finished)
+
+
+def mixed_batch():
+    """All forms, greedy and seeded, between free rows."""
+    forms = [params(form, seed=i) for i, form in enumerate(FORMS.values())]
+    greedy = [params(form, temperature=0.0, max_tokens=20) for form in FORMS.values()]
+    return [p for constrained in [*forms, *greedy] for p in (constrained, FREE)]
+
+
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_llm):
+    """The batch one by one, without overlap."""
+    llm = make_llm(async_scheduling=False, enable_prefix_caching=False)
+    return [tokens_of(generate(llm, ["The quick brown"], p))[0] for p in mixed_batch()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_pages": 20}, {"num_pages": 20, "async_scheduling": False}],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_overlap_batch_mates_or_pre_emption(make_llm, undisturbed, options):
+    llm = make_llm(**options)
+    batch = mixed_batch()
+    assert tokens_of(generate(llm, ["The quick brown"] * len(batch), batch)) == undisturbed
+    if "num_pages" in options:
+        assert llm.get_metrics()["jaxserve:num_preemptions"] > 0
+    assert undisturbed[1] == undisturbed[3]  # the free rows
+    llm.close()
+
+
+def test_every_row_gets_a_token_a_step_under_overlap(llm):
+    """A row under a grammar waits for its mask inside a step, and neither skips one nor holds up others."""
+    engine = llm.llm_engine
+    counted = params({"regex": "[ab]{20}"}, seed=1, output_kind=RequestOutputKind.DELTA)
+    generate(llm, "The", counted)  # compiled
+    engine.add_request("grammar", "The", counted)
+    engine.add_request("free", "The", FREE)
+    counts = {"grammar": [], "free": []}
+    for _ in range(12):
+        for output in engine.step():
+            if output.request_id == "grammar":
+                counts["grammar"].append(len(output.outputs[0].token_ids))
+            else:
+                counts["free"].append(len(output.outputs[0].token_ids))
+    engine.abort_request(["grammar", "free"])
+    assert counts["grammar"][:8] == [1] * 8
+    assert counts["free"][:8] == list(range(1, 9))
+
+
+def test_samples_of_one_request_differ_and_equal_lone_runs(llm):
+    form = FORMS["json"]
+    many = generate(llm, "The quick", params(form, n=4, seed=70, max_tokens=60))[0]
+    for i, sample in enumerate(many.outputs):
+        assert sample.token_ids == tokens_of(generate(llm, "The quick", params(form, seed=70 + i, max_tokens=60)))[0]
+    assert len({sample.text for sample in many.outputs}) == 4
+
+
+def test_logprobs_are_those_of_the_model_and_cover_each_token(llm):
+    sample = generate(llm, "The quick", params({"choice": ["yes", "no"]}, logprobs=2, seed=1))[0].outputs[0]
+    assert len(sample.logprobs) == len(sample.token_ids) > 0
+    raw = generate(llm, "The quick", SamplingParams(logprobs=2, max_tokens=1, seed=1))[0].outputs[0].logprobs[0]
+    best = max(candidate.logprob for candidate in raw.values() if candidate.rank == 1)
+    assert max(candidate.logprob for candidate in sample.logprobs[0].values()) == pytest.approx(best, rel=1e-5)
+
+
+def test_an_end_is_allowed_only_where_the_form_is_complete(llm):
+    eos = 2
+    always = params({"regex": "[ab]{3,50}"}, logit_bias={eos: 100}, seed=0)
+    sample = generate(llm, "The", always)[0].outputs[0]
+    assert re.fullmatch("[ab]{3,4}", sample.text)  # a token may hold two characters
+    assert (sample.finish_reason, sample.token_ids[-1]) == ("stop", eos)
+    longer = generate(llm, "The", params({"regex": "[ab]{3,50}"}, logit_bias={eos: 100}, seed=0, min_tokens=10))
+    assert len(longer[0].outputs[0].token_ids) == 11
+    endless = params({"regex": "[ab]{3,8}"}, logit_bias={eos: 100}, seed=0, ignore_eos=True)
+    sample = generate(llm, "The", endless)[0].outputs[0]
+    assert re.fullmatch("[ab]{8}", sample.text)
+    assert sample.finish_reason == "stop"
+
+
+def test_max_tokens_and_stop_strings_still_cut(llm):
+    cut = generate(llm, "The", params({"regex": "[ab]{50}"}, max_tokens=5))[0].outputs[0]
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 5)
+    stopped = generate(llm, "The", params({"regex": "aaaa-bbbb"}, stop="-"))[0].outputs[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("aaaa", "stop", "-")
+    by_id = generate(llm, "The", params({"regex": "a-b"}, stop_token_ids=[llm.get_tokenizer().token_to_id("-")]))
+    assert by_id[0].outputs[0].text == "a"
+
+
+def test_a_dead_end_is_an_error_of_its_own_request(llm):
+    a, b = (llm.get_tokenizer().token_to_id(letter) for letter in "ab")
+    batch = [
+        params({"regex": "ab"}, allowed_token_ids=[a]),
+        params({"regex": "ab"}, allowed_token_ids=[a, b]),
+        params({"regex": "ab"}, bad_words=["b"], allowed_token_ids=[a, b]),
+        FREE,
+    ]
+    outputs = [output.outputs[0] for output in generate(llm, ["The"] * 4, batch)]
+    assert [sample.finish_reason for sample in outputs] == ["error", "stop", "error", "length"]
+    assert [sample.text for sample in outputs[:3]] == ["a", "ab", "a"]
+    assert "no token is left" in outputs[0].stop_reason
+    assert outputs[3].token_ids == tokens_of(generate(llm, "The", FREE))[0]
+
+
+def test_a_grammar_too_costly_to_follow_ends_its_request_with_the_reason(llm):
+    costly = params({"regex": "(a{1000}){1000}"})
+    output, free = (o.outputs[0] for o in generate(llm, ["The", "The"], [costly, FREE]))
+    assert (output.finish_reason, free.finish_reason) == ("error", "length")
+    assert "too many" in output.stop_reason
+    assert "<" not in output.stop_reason
+
+
+@pytest.mark.parametrize("form", [{"regex": "a(b"}, {"grammar": "start: nothing"}, {"json": {"type": "list"}}], ids=str)
+def test_a_bad_grammar_is_refused_and_the_engine_goes_on(llm, form):
+    engine = llm.llm_engine
+    engine.add_request("good", "The", FREE)
+    engine.step()
+    with pytest.raises(RequestError, match="cannot be used"):
+        engine.add_request("bad", "The", params(form))
+    with pytest.raises(RequestError, match="cannot be used"):
+        generate(llm, ["The", "The"], [FREE, params(form)])
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert {o.request_id: o.outputs[0].finish_reason for o in outputs if o.finished} == {"good": "length"}
+
+
+def compile_gate(monkeypatch):
+    gate, compile = threading.Event(), Grammars._compile
+
+    def gated(self, form):
+        assert gate.wait(60)
+        return compile(self, form)
+
+    monkeypatch.setattr(Grammars, "_compile", gated)
+    return gate
+
+
+def test_others_run_while_a_grammar_compiles(llm, monkeypatch):
+    gate = compile_gate(monkeypatch)
+    engine = llm.llm_engine
+    engine.add_request("first", "The", params({"regex": "first [ab]{3}"}))
+    engine.add_request("free", "The", FREE)
+    finished = []
+    while "free" not in finished:
+        finished += [output.request_id for output in engine.step() if output.finished]
+    assert finished == ["free"]
+    assert engine.step() == []  # waits a moment, and comes back
+    gate.set()
+    while engine.has_unfinished_requests():
+        finished += [output.request_id for output in engine.step() if output.finished]
+    assert finished == ["free", "first"]
+
+
+def test_a_request_may_end_while_its_grammar_compiles(llm, monkeypatch):
+    gate = compile_gate(monkeypatch)
+    engine = llm.llm_engine
+    engine.add_request("aborted", "The", params({"regex": "second [ab]{3}"}, n=3))
+    engine.add_request("late", "The", params({"regex": "second [ab]{3}"}), deadline=0.0)
+    engine.add_request("served", "The", params({"regex": "second [ab]{3}"}))
+    late = [output for _ in range(3) for output in engine.step()]
+    assert [(output.request_id, output.outputs[0].finish_reason) for output in late] == [("late", "abort")]
+    aborted = engine.abort_request("aborted")
+    assert [sample.finish_reason for sample in aborted[-1].outputs] == ["abort"] * 3
+    gate.set()
+    texts = {}
+    while engine.has_unfinished_requests():
+        texts |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
+    assert list(texts) == ["served"]
+    assert re.fullmatch("second [ab]{3}", texts["served"])
+
+
+def test_a_grammar_that_fails_in_the_engine_fails_its_requests_only(llm, monkeypatch):
+    def fails(self, form):
+        raise MemoryError("as planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Grammars, "_compile", fails)
+        outputs = generate(llm, ["The", "The"], [params({"regex": "third"}, n=2), FREE])
+    assert [sample.finish_reason for sample in outputs[0].outputs] == ["error", "error"]
+    assert outputs[0].outputs[0].stop_reason == "the grammar cannot be used: as planted"
+    assert outputs[1].outputs[0].finish_reason == "length"
+    core = llm.llm_engine.core
+    assert not core._grammars  # nothing is left of them
+
+
+def test_a_grammar_is_compiled_once_and_old_ones_are_forgotten(llm, monkeypatch):
+    compiled, compile = [], Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, form: compiled.append(form.regex) or compile(self, form))
+    monkeypatch.setattr("jaxserve.grammars.MAX_CACHED", 3)
+    llm.llm_engine.core._grammars._cache.clear()
+    for regex in ("o1", "o1", "o2", "o3", "o1", "o4", "o2"):
+        generate(llm, "The", params({"regex": regex}))
+    assert compiled == ["o1", "o2", "o3", "o4", "o2"]
+
+
+def test_an_interrupted_step_of_constrained_rows_is_read_again(llm, monkeypatch):
+    whole = tokens_of(generate(llm, "The", params(FORMS["json"], seed=3)))[0]
+    engine, result, calls = llm.llm_engine, StepFuture.result, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) in (3, 6, 7):
+            raise KeyboardInterrupt
+        return result(self)
+
+    monkeypatch.setattr(StepFuture, "result", interrupted)
+    engine.add_request("a", "The", params(FORMS["json"], seed=3))
+    engine.add_request("b", "The", FREE)
+    outputs, interrupts = {}, 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs |= {output.request_id: output for output in engine.step()}
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 3
+    assert outputs["a"].outputs[0].token_ids == whole
+
+
+def test_a_slot_forgets_the_grammar_of_its_last_owner(llm):
+    edited = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, frequency_penalty=0.1)
+    before = tokens_of(generate(llm, "The", edited))[0]
+    generate(llm, ["The"] * 8, params({"regex": "[ab]{9}"}))  # every slot
+    assert tokens_of(generate(llm, "The", edited))[0] == before
+
+
+def test_a_shifted_mask_is_noticed(llm, monkeypatch):
+    """The checks above have teeth: a mask that is off by one token gives other texts."""
+    masks = Grammars.masks
+
+    def shifted(self, seq_ids):
+        bits = np.unpackbits(masks(self, seq_ids).view(np.uint8), axis=1, bitorder="little")
+        return np.packbits(np.roll(bits, 1, axis=1), axis=1, bitorder="little").view(np.uint32)
+
+    monkeypatch.setattr(Grammars, "masks", shifted)
+    outputs = generate(llm, ["The quick"] * 4, [params(FORMS["regex"], seed=i) for i in range(4)])
+    assert not any(re.fullmatch(REGEX, output.outputs[0].text) for output in outputs)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"error"}  # it does not follow its grammar
+
+
+atoms = st.sampled_from(["a", "b", "[abc]", "(ab|c)", ".", r"\d", "é", "[^a]"])
+regexes = st.lists(st.tuples(atoms, st.sampled_from(["", "?", "+", "*", "{2}", "{1,3}"])), min_size=1, max_size=4)
+
+
+@given(regexes, st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_any_small_regex_is_matched_as_python_matches_it(llm, parts, seed):
+    regex = "".join(atom + times for atom, times in parts)
+    sample = generate(llm, "The", params({"regex": regex}, seed=seed, max_tokens=30))[0].outputs[0]
+    assert sample.finish_reason in ("stop", "length")
+    if sample.finish_reason == "stop":
+        assert re.fullmatch(regex, sample.text), (regex, sample.text)
+
+
+def test_a_model_without_tokenizer_or_with_one_that_has_no_pieces_is_told(llm, monkeypatch):
+    engine = llm.llm_engine
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._inputs, "_tokenizer", None)
+        with pytest.raises(RequestError, match="structured_outputs must be None: this model has no tokenizer"):
+            engine.add_request("x", [5, 6], params({"regex": "a"}))
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(llm.get_tokenizer()), "pieces", None)
+        with pytest.raises(RequestError, match="not every token of this model is a piece of text"):
+            engine.add_request("x", [5, 6], params({"regex": "a"}))
+    core = engine._inputs.process([5, 6], params({"regex": "a"}), now=0.0)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core._grammars, "_tokenizer", None)
+        with pytest.raises(RequestError, match="this model has no tokenizer"):
+            engine.core.add_request(core)
+
+
+def test_async_llm_gives_the_same_and_refuses_the_same(tiny_model, llm):
+    batch = [params(form, seed=i) for i, form in enumerate(FORMS.values())] + [FREE]
+    options = {"dtype": "float32", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 64}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        async_llm = AsyncLLM(tiny_model, **options, num_pages=100, max_num_seqs=8, warm_up="off")
+
+    async def last(prompt, sampling_params, request_id):
+        return [output async for output in async_llm.generate(prompt, sampling_params, request_id)][-1]
+
+    async def main():
+        with pytest.raises(RequestError, match="regex cannot be used"):
+            await last("The quick", params({"regex": "a(b"}), "bad")
+        calls = (last("The quick", p, str(i)) for i, p in enumerate(batch))
+        outputs = await asyncio.gather(*calls)
+        costly = await last("The", params({"regex": "(a{1000}){1000}"}), "costly")
+        for _ in range(500):
+            if not (metrics := await async_llm.get_metrics())["jaxserve:kv_cache_usage_perc"]:
+                break
+            await asyncio.sleep(0.02)
+        return outputs, costly.outputs[0], metrics
+
+    try:
+        outputs, costly, metrics = asyncio.run(main())
+    finally:
+        async_llm.shutdown()
+    assert tokens_of(outputs) == tokens_of(generate(llm, ["The quick"] * len(batch), batch))
+    assert costly.finish_reason == "error"
+    assert metrics["jaxserve:kv_cache_usage_perc"] == 0
+
+
+def test_the_names_are_public(llm):
+    assert isinstance(llm.llm_engine, LLMEngine)
+    assert params(StructuredOutputsParams(regex="a")) == params({"regex": "a"})
