@@ -42,7 +42,7 @@ class EngineCore:
         grammars: Grammars | None = None,
     ):
         self.scheduler, self.runner = scheduler, runner
-        self._grammars = Grammars(None, runner.vocab_size, []) if grammars is None else grammars
+        self._grammars = Grammars(None, 0, []) if grammars is None else grammars
         self.start_s: dict[str, float] = {}  # parts of start-up
         self._max_logprobs = max_logprobs
         self._depth = 1 if async_scheduling else 0  # steps in flight while the host plans the next
