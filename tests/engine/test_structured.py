@@ -1,15 +1,18 @@
 """Answers in a given form, from a model that would write anything: temperature 1 and random weights."""
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve import AsyncLLM, LLMEngine, RequestError, RequestOutputKind, SamplingParams, StructuredOutputsParams
+import jaxserve
+from jaxserve import AsyncLLM, RequestError, RequestOutputKind, SamplingParams
 from jaxserve.grammars import Grammars
 from jaxserve.step_future import StepFuture
 
@@ -394,6 +397,10 @@ def test_async_llm_gives_the_same_and_refuses_the_same(tiny_model, llm):
     assert metrics["jaxserve:kv_cache_usage_perc"] == 0
 
 
-def test_the_names_are_public(llm):
-    assert isinstance(llm.llm_engine, LLMEngine)
-    assert params(StructuredOutputsParams(regex="a")) == params({"regex": "a"})
+def test_the_example_of_the_docs_runs(llm, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "structured_output.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.setattr(jaxserve, "LLM", lambda *_, **__: contextlib.nullcontext(llm), raising=False)
+    example = example.replace("max_tokens=200", "max_tokens=90")  # what the tiny model has room for
+    exec(compile(example, "structured_output.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1] in ("good", "bad")
