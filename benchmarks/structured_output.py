@@ -42,7 +42,9 @@ def measure() -> tuple[list[float], list[float]]:
         held = set(range(next_id, next_id + NUM_ROWS - len(running)))
         next_id += len(held)
         for seq_id in held:
-            grammars.add(CoreRequest(seq_id=seq_id, prompt_token_ids=[1], params=params, eos_token_ids=[2]))
+            request = CoreRequest(seq_id=seq_id, prompt_token_ids=[1], params=params, eos_token_ids=[2])
+            grammars.check(request)
+            grammars.add(request)
             running.append(seq_id)
         while held:
             grammars.wait()

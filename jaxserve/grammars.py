@@ -66,9 +66,13 @@ class Grammars:
     # Compiling
 
     def check(self, core: CoreRequest) -> None:
-        """Raises RequestError when the sequence asks for a grammar and cannot have one."""
-        if core.params.structured_outputs is not None and self._tokenizer is None:
+        """Raises RequestError when the sequence asks for a grammar and cannot have one; to be called before `add`."""
+        if core.params.structured_outputs is None:
+            return
+        if self._tokenizer is None:
             raise RequestError("structured_outputs must be None: this model has no tokenizer")
+        if self._pool is None:
+            self._pool = roomy_threads(NUM_THREADS)
 
     def add(self, core: CoreRequest) -> None:
         """Starts to compile the grammar of this sequence, if it has one; `ready` tells when it may run."""
@@ -83,8 +87,7 @@ class Grammars:
 
     def _compiled(self, params: StructuredOutputsParams) -> "concurrent.futures.Future[LLMatcher]":
         if params not in self._cache:
-            if self._pool is None:
-                self._pool = roomy_threads(NUM_THREADS)
+            assert self._pool is not None
             self._cache[params] = self._pool.submit(self._compile, params)
             if len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)

@@ -56,12 +56,19 @@ def grammar_text(params: StructuredOutputsParams) -> str:
 
 
 def roomy_threads(count: int) -> concurrent.futures.ThreadPoolExecutor:
-    """Threads for llguidance's compiler: it recurses over chains of rules, and an overflow would end the process."""
+    """Threads for llguidance's compiler: it recurses over chains of rules, and an overflow would end the process.
+
+    Raises:
+        RequestError: the system gives no such threads.
+    """
     pool = concurrent.futures.ThreadPoolExecutor(count, "grammar")
+    meeting = threading.Barrier(count)  # so that each of these starts a thread
     before = threading.stack_size(STACK_BYTES)
     try:
-        meeting = threading.Barrier(count)  # so that each of these starts a thread
         concurrent.futures.wait([pool.submit(meeting.wait) for _ in range(count)])
+    except RuntimeError as error:
+        meeting.abort()
+        raise RequestError(f"a grammar needs a thread with {STACK_BYTES >> 20} MiB of stack: {error}") from error
     finally:
         threading.stack_size(before)
     return pool
@@ -77,9 +84,9 @@ def _problem(params: StructuredOutputsParams) -> str:
     llguidance = import_llguidance()
     try:
         grammar, limits = grammar_text(params), llguidance.LLParserLimits(**LIMITS)
-    except ValueError as error:
+        is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits)
+    except BaseException as error:  # a panic in Rust is no Exception; signals do not come to this thread
         return readable(str(error))
-    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits)
     return readable(messages[0]) if is_error else ""
 
 

@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import json
 import sys
+import threading
 
 import msgspec
 import pytest
 
 from jaxserve import ParameterError, RequestError, SamplingParams, StructuredOutputsParams
 from jaxserve.sampling_params import structured_outputs_of
-from jaxserve.structured import check_grammar, grammar_text
+from jaxserve.structured import check_grammar, grammar_text, roomy_threads
 from jaxserve.structured_params import MAX_CHARS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -167,3 +168,26 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"needs llguidance: pip install 'jaxserve\[structured\]'"):
         check_grammar(StructuredOutputsParams(regex="never compiled before"))
+
+
+def test_a_panic_of_the_compiler_is_an_error_of_the_request(monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def panics(*arguments, **options):
+        raise Panic("as planted")
+
+    monkeypatch.setattr("jaxserve.structured.grammar_text", panics)
+    with pytest.raises(RequestError, match="regex cannot be used: as planted"):
+        check_grammar(StructuredOutputsParams(regex="panics"))
+
+
+def test_a_system_without_room_for_the_threads_is_told(monkeypatch):
+    def refuses(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    size = threading.stack_size()
+    with pytest.raises(RequestError, match="a grammar needs a thread with 512 MiB of stack: can't start new thread"):
+        roomy_threads(2)
+    assert threading.stack_size() == size

@@ -267,6 +267,32 @@ def test_a_request_may_end_while_its_grammar_compiles(llm, monkeypatch):
     assert re.fullmatch("second [ab]{3}", texts["served"])
 
 
+def test_random_aborts_in_any_state_leave_finished_answers_in_form(llm):
+    engine, rng, names = llm.llm_engine, np.random.default_rng(3), [*FORMS, "free"]
+    asked, finished, ids = {}, [], iter(range(10**6))
+    for _ in range(60):
+        for _ in range(rng.integers(0, 3)):
+            name, request_id = names[rng.integers(len(names))], str(next(ids))
+            sampling = FREE if name == "free" else params(FORMS[name], n=int(rng.integers(1, 3)), max_tokens=60)
+            engine.add_request(request_id, "The quick"[: rng.integers(1, 9)], sampling)
+            asked[request_id] = name
+        for _ in range(rng.integers(0, 6)):
+            finished += [output for output in engine.step() if output.finished]
+        if rng.random() < 0.3:
+            engine.abort_request(list(asked)[rng.integers(len(asked))])
+    while engine.has_unfinished_requests():
+        finished += [output for output in engine.step() if output.finished]
+    checked = [
+        is_in_form(asked[output.request_id], sample.text)
+        for output in finished
+        for sample in output.outputs
+        if sample.finish_reason == "stop" and asked[output.request_id] != "free"
+    ]
+    assert len(checked) > 15
+    assert all(checked)
+    assert not engine.core._grammars
+
+
 def test_a_grammar_that_fails_in_the_engine_fails_its_requests_only(llm, monkeypatch):
     def fails(self, form):
         raise MemoryError("as planted")
