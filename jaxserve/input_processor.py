@@ -11,6 +11,7 @@ from jaxserve.exceptions import ParameterError, RequestError
 from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIAS, MAX_STOP_IDS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured import check_grammar
+from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -150,11 +151,14 @@ class InputProcessor:
         if params.detokenize and params.stop and self._tokenizer is None:
             raise ParameterError("stop", params.stop, "empty: this model has no tokenizer")
         if params.structured_outputs is not None:
-            if self._tokenizer is None:
-                raise RequestError("structured_outputs must be None: this model has no tokenizer")
-            if self._tokenizer.pieces is None:
-                raise RequestError("structured_outputs must be None: not every token of this model is a piece of text")
-            check_grammar(params.structured_outputs)
+            self._check_form(params.structured_outputs)
+
+    def _check_form(self, form: StructuredOutputsParams) -> None:
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs must be None: this model has no tokenizer")
+        if self._tokenizer.pieces is None:
+            raise RequestError("structured_outputs must be None: not every token of this model is a piece of text")
+        check_grammar(form)
 
     def _check_vocabulary(self, name: str, token_ids: Any) -> None:
         size = self._limits.vocab_size

@@ -26,7 +26,7 @@ def check_grammar(params: StructuredOutputsParams) -> None:
         RequestError: it does not compile, or llguidance is not installed.
     """
     import_llguidance()
-    problem = _checkers().submit(_problem, params).result()
+    problem = _problem(params)
     if problem:
         kind = next(name for name in CONSTRAINTS if getattr(params, name) is not None)
         raise RequestError(f"structured_outputs.{kind} cannot be used: {problem}")
@@ -81,6 +81,10 @@ def _checkers() -> concurrent.futures.ThreadPoolExecutor:
 
 @functools.lru_cache(maxsize=64)
 def _problem(params: StructuredOutputsParams) -> str:
+    return _checkers().submit(_find_problem, params).result()
+
+
+def _find_problem(params: StructuredOutputsParams) -> str:
     llguidance = import_llguidance()
     try:
         grammar, limits = grammar_text(params), llguidance.LLParserLimits(**LIMITS)
@@ -93,6 +97,8 @@ def _problem(params: StructuredOutputsParams) -> str:
 def readable(message: str) -> str:
     """llguidance's words about a problem, without what it leaves out and not too many."""
     message = message.removesuffix("<non-verbose/>").strip()
+    if message == "NoExtensionBias":
+        return "it leaves no text that may come next"
     return message if len(message) <= 500 else message[:500] + "..."
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import jaxserve
-from jaxserve import AsyncLLM, RequestError, RequestOutputKind, SamplingParams
+from jaxserve import AsyncLLM, RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.grammars import Grammars
 from jaxserve.step_future import StepFuture
 
@@ -307,6 +307,12 @@ def test_a_grammar_that_fails_in_the_engine_fails_its_requests_only(llm, monkeyp
     assert not core._grammars  # nothing is left of them
 
 
+def test_a_grammar_without_any_sentence_says_so(llm):
+    sample = generate(llm, "The", params({"json": {"$ref": "#"}}))[0].outputs[0]
+    assert sample.finish_reason == "error"
+    assert sample.stop_reason == "the grammar cannot be used: it leaves no text that may come next"
+
+
 def test_a_grammar_is_compiled_once_and_old_ones_are_forgotten(llm, monkeypatch):
     compiled, compile = [], Grammars._compile
     monkeypatch.setattr(Grammars, "_compile", lambda self, form: compiled.append(form.regex) or compile(self, form))
@@ -405,6 +411,9 @@ def test_async_llm_gives_the_same_and_refuses_the_same(tiny_model, llm):
     async def main():
         with pytest.raises(RequestError, match="regex cannot be used"):
             await last("The quick", params({"regex": "a(b"}), "bad")
+        twice = [last("The", params({"regex": "a[bc]{9}"}), "same id") for _ in range(2)]
+        kinds = {type(result) for result in await asyncio.gather(*twice, return_exceptions=True)}
+        assert kinds == {RequestError, RequestOutput}
         calls = (last("The quick", p, str(i)) for i, p in enumerate(batch))
         outputs = await asyncio.gather(*calls)
         costly = await last("The", params({"regex": "(a{1000}){1000}"}), "costly")
