@@ -1,5 +1,8 @@
 import io
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 from fakes import FakeEngine, FakeTokenizer
@@ -67,6 +70,13 @@ def test_the_form_of_the_answer_comes_as_text_or_in_a_file(tmp_path):
     for given in (form, str(file)):
         assert driver.sampling_params(engine, {"structured_outputs": given}).structured_outputs == expected
     assert driver.sampling_params(engine, {}).structured_outputs is None
+
+
+def test_the_command_of_the_docs_reaches_the_engine(run):
+    page = (Path(__file__).parents[2] / "docs" / "structured_output.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"```sh\njaxserve (.*?)```", page, flags=re.DOTALL)
+    code, out, _, _ = run(*shlex.split(command))
+    assert (code, out[:6]) == (0, "80 81 ")
 
 
 def test_a_form_that_cannot_be_meant_is_a_mistake_of_the_caller(run, tmp_path):

@@ -153,6 +153,22 @@ def test_samples_of_one_request_differ_and_equal_lone_runs(llm):
     assert len({sample.text for sample in many.outputs}) == 4
 
 
+def test_deltas_of_several_samples_add_up(llm):
+    engine, form = llm.llm_engine, FORMS["regex"]
+    whole = generate(llm, "The quick", params(form, n=3, seed=4))[0]
+    engine.add_request("d", "The quick", params(form, n=3, seed=4, output_kind=RequestOutputKind.DELTA))
+    texts, ends = ["", "", ""], [[], [], []]
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            indices = [sample.index for sample in output.outputs]
+            assert len(set(indices)) == len(indices)
+            for sample in output.outputs:
+                texts[sample.index] += sample.text
+                ends[sample.index] += [sample.finish_reason] if sample.finish_reason else []
+    assert texts == [sample.text for sample in whole.outputs]
+    assert ends == [["stop"]] * 3
+
+
 def test_logprobs_are_those_of_the_model_and_cover_each_token(llm):
     sample = generate(llm, "The quick", params({"choice": ["yes", "no"]}, logprobs=2, seed=1))[0].outputs[0]
     assert len(sample.logprobs) == len(sample.token_ids) > 0
