@@ -3,7 +3,7 @@
 256 running sequences decode under EngineCore and OutputProcessor; only the device's programs are replaced, by functions
 that return at once. Reported for short and long contexts, since host time must not grow with them:
 
-    schedule + build   Scheduler.schedule and Runner.dispatch, which packs the plan
+    schedule + build   Scheduler.schedule, and Runner.dispatch and sample, which pack the plan
     commit + outputs   the rest of the step: reading the tokens, the commit, detokenising, a DELTA output a sequence
 
     python -m benchmarks.host_overhead
@@ -51,7 +51,7 @@ class NullRunner(Runner):
         self.config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
         self.kv, self._sequences, self._sampling = {}, None, None
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
-        self._forward = NullPrograms(lambda params, kv, sequences, ints: (None, None, kv, sequences))
+        self._forward = NullPrograms(lambda params, kv, sequences, ints: (np.zeros(0), None, kv, sequences))
         self._sample = NullPrograms(self._null_sample)
         self._update_tables = NullPrograms(lambda sequences, rows: sequences)
         self._start_slots = NullPrograms(lambda sequences, sampling, ints, floats: (sequences, sampling))
@@ -98,7 +98,8 @@ def measure(context_len: int) -> tuple[float, float]:
     runner = NullRunner(runner_config)
     core, outputs = EngineCore(scheduler, runner), OutputProcessor(open_tokenizer("smollm2-135m", revision=None))
     build = Stopwatch()
-    scheduler.schedule, runner.dispatch = build.timed(scheduler.schedule), build.timed(runner.dispatch)
+    scheduler.schedule = build.timed(scheduler.schedule)
+    runner.dispatch, runner.sample = build.timed(runner.dispatch), build.timed(runner.sample)
     params = SamplingParams(
         temperature=0.0, max_tokens=NUM_STEPS + 4, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         RequestOutput as RequestOutput,
     )
     from jaxserve.sampling_params import RequestOutputKind as RequestOutputKind, SamplingParams as SamplingParams
+    from jaxserve.structured_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _WHERE = {
     "AsyncLLM": "async_engine",
     "SamplingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
+    "StructuredOutputsParams": "structured_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "RequestMetrics": "outputs",

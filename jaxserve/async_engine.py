@@ -29,6 +29,7 @@ from jaxserve.metrics import StepRecord
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured import check_grammar
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,9 @@ class AsyncLLM:
             QueueFullError: too many requests wait; try again later.
             EngineDeadError: the engine ended, before or meanwhile.
         """
+        form = sampling_params.structured_outputs if isinstance(sampling_params, SamplingParams) else None
+        if form is not None:
+            await asyncio.to_thread(check_grammar, form)  # beside the loop; `process` then finds it done
         self._check_alive()
         self._attach(asyncio.get_running_loop())
         if not isinstance(request_id, str):

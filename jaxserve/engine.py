@@ -15,13 +15,15 @@ from jaxserve import tracing, weights
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
 from jaxserve.exceptions import EngineDeadError, ParameterError, QueueFullError, RequestError
-from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits
+from jaxserve.grammars import Grammars
+from jaxserve.input_processor import InputProcessor, Prompt, RequestLimits, eos_token_ids
 from jaxserve.metrics import EngineMetrics, StepRecord, StepRecorder
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
-from jaxserve.runner import Runner, StepFuture
+from jaxserve.runner import Runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import PagePool, PoolTooSmall, QueueFull, Request, RequestUpdate, Scheduler, StepPlan
+from jaxserve.step_future import StepFuture
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,17 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Scheduler and runner around one model. Knows token ids only; not thread-safe."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, async_scheduling: bool = True, max_logprobs: int = 20):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        async_scheduling: bool = True,
+        max_logprobs: int = 20,
+        grammars: Grammars | None = None,
+    ):
         self.scheduler, self.runner = scheduler, runner
+        self._grammars = Grammars(None, 0, []) if grammars is None else grammars
         self.start_s: dict[str, float] = {}  # parts of start-up
         self._max_logprobs = max_logprobs
         self._depth = 1 if async_scheduling else 0  # steps in flight while the host plans the next
@@ -49,6 +60,7 @@ class EngineCore:
         Raises:
             ValueError: the options do not fit the model or the machine.
         """
+        vocab_size = loaded.model.config.vocab_size
         params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
         dtype = config.model.jax_dtype
         scheduler_config, runner_config = resolve(
@@ -66,6 +78,9 @@ class EngineCore:
             runner,
             async_scheduling=config.runtime.async_scheduling,
             max_logprobs=config.model.max_logprobs,
+            grammars=Grammars(
+                loaded.tokenizer, vocab_size, eos_token_ids(loaded.generation_config, loaded.tokenizer, vocab_size)
+            ),
         )
 
     def limits(self) -> RequestLimits:
@@ -81,9 +96,10 @@ class EngineCore:
         Raises:
             EngineDeadError: an earlier step failed.
             QueueFullError: the queue is at its limit.
-            RequestError: the prompt can never fit the KV pool.
+            RequestError: the prompt can never fit the KV pool, or a grammar is asked for and there is no tokenizer.
         """
         self._check_alive()
+        self._grammars.check(core)
         request = Request(
             request_id=core.seq_id,
             prompt_token_ids=core.prompt_token_ids,
@@ -96,6 +112,7 @@ class EngineCore:
             cache_salt=core.cache_salt,
             skip_reading_prefix_cache=core.params.prompt_logprobs is not None,
             leader=None if core.leader is None else self._requests.get(core.leader),
+            held=core.params.structured_outputs is not None,
             sampling=core,
         )
         try:
@@ -105,6 +122,7 @@ class EngineCore:
         except PoolTooSmall as error:
             raise RequestError(str(error)) from error
         self._requests[core.seq_id] = request
+        self._grammars.add(core)
         if core.params.prompt_logprobs is not None:
             self._prompt_logprobs[core.seq_id] = [None] * len(core.prompt_token_ids)
         self._metrics.prompt_tokens += len(core.prompt_token_ids)
@@ -127,13 +145,16 @@ class EngineCore:
         """
         self._check_alive()
         try:
+            outputs = self._read(down_to=self._depth)  # what an interrupted step left
+            outputs += self._release_held()
             now = time.monotonic()
             plan = self.scheduler.schedule(now)
             if plan is not None:
-                with jax.profiler.StepTraceAnnotation("step", step_num=plan.step):  # what profilers group by
-                    self._in_flight.append(self.runner.dispatch(plan))
                 self._recorder.start(now)
-            outputs = self._read(down_to=0 if plan is None else self._depth)
+                self._dispatch(plan)
+            elif not self._in_flight and self._grammars:
+                self._grammars.wait()
+            outputs += self._read(down_to=0 if plan is None else self._depth)
             return outputs + [self._output(update) for update in self.scheduler.expired()]
         except Exception as error:
             self._cause_of_death = f"a step failed: {type(error).__name__}: {error}"
@@ -144,11 +165,33 @@ class EngineCore:
         self._check_alive()
         return self._read(down_to=0)
 
+    def _dispatch(self, plan: StepPlan) -> None:
+        """Starts a step. If it has rows under a grammar, `_read` samples it: their masks need the tokens before."""
+        with jax.profiler.StepTraceAnnotation("step", step_num=plan.step):  # what profilers group by
+            future = self.runner.dispatch(plan)
+            self._in_flight.append(future)
+            if not self._under_grammar(plan):
+                self.runner.sample(future)
+
+    def _under_grammar(self, plan: StepPlan) -> list[Request]:
+        """The requests that sample under a grammar in this step and have not ended since."""
+        if not self._grammars:
+            return []
+        rows = [*plan.decode, *(row for row in plan.prefill if row.samples)]
+        live = (row.request for row in rows if row.epoch == row.request.epoch)
+        return [request for request in live if request.request_id in self._grammars]
+
     def _read(self, *, down_to: int) -> list[CoreOutput]:
         """Commits the oldest steps in flight until so many are left. An interrupted wait leaves its step to be read."""
         outputs = []
-        while len(self._in_flight) > down_to:
+        while self._in_flight:
             future = self._in_flight[0]
+            if future.hidden is not None:  # every token before this step is committed
+                requests = self._under_grammar(future.plan)
+                masks = self._grammars.masks([request.request_id for request in requests])
+                self.runner.sample(future, [request.slot for request in requests], masks)
+            if len(self._in_flight) <= down_to:
+                break
             result = future.result()
             self._collect_prompt_logprobs(future)
             del self._in_flight[0]
@@ -156,11 +199,34 @@ class EngineCore:
             updates = self.scheduler.commit(future.plan, result, now)
             self._record(future.plan, sum(len(update.new_token_ids) for update in updates), now)
             outputs += [self._output(update) for update in updates]
+            if self._grammars:
+                outputs += self._advance_grammars(updates)
         return outputs
 
     def _record(self, plan: StepPlan, num_new_tokens: int, now: float) -> None:
         self._metrics.count_step(len(plan.decode) + plan.num_prefill_tokens)
         self._recorder.end(plan, self.scheduler.stats(), num_new_tokens=num_new_tokens, now=now)
+
+    def _release_held(self) -> list[CoreOutput]:
+        """Lets requests go whose grammars are ready; ends those whose grammars cannot be used."""
+        ended = []
+        for seq_id, error in self._grammars.ready():
+            if error is None:
+                self.scheduler.release(self._requests[seq_id])
+            else:
+                ended += self.finish([seq_id], "error", error)
+        return ended
+
+    def _advance_grammars(self, updates: list[RequestUpdate]) -> list[CoreOutput]:
+        """Moves on over committed tokens; ends sequences whose grammar is complete or has no way on."""
+        ended = []
+        for update in updates:
+            seq_id = update.request.request_id
+            if update.finish_reason is None and seq_id in self._grammars:
+                reason = self._grammars.advance(seq_id, update.new_token_ids)
+                if reason is not None:
+                    ended += self.finish([seq_id], reason)
+        return ended
 
     def _check_alive(self) -> None:
         if self._cause_of_death is not None:
@@ -214,6 +280,7 @@ class EngineCore:
     def close(self) -> None:
         """Stops background compiles. The core cannot step any more."""
         self.runner.close()
+        self._grammars.close()
 
     def _collect_prompt_logprobs(self, future: StepFuture) -> None:
         for request, position, found in future.prompt_logprobs():
@@ -222,9 +289,12 @@ class EngineCore:
                 slots[position : position + len(found)] = found
 
     def _output(self, update: RequestUpdate) -> CoreOutput:
-        request = update.request
+        request, stop_reason = update.request, update.stop_reason
         self._metrics.generation_tokens += len(update.new_token_ids)
         if update.finish_reason is not None:
+            if update.finish_reason == "error" and stop_reason is None:
+                stop_reason = self._grammars.problem(request.request_id)
+            self._grammars.drop(request.request_id)
             counts = self._metrics.request_success
             counts[update.finish_reason] = counts.get(update.finish_reason, 0) + 1
             self._requests.pop(request.request_id, None)
@@ -232,7 +302,7 @@ class EngineCore:
             seq_id=request.request_id,
             new_token_ids=update.new_token_ids,
             finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
+            stop_reason=stop_reason,
             logprobs=update.logprobs,
             prompt_logprobs=self._prompt_logprobs.pop(request.request_id, None) if self._prompt_logprobs else None,
             num_cached_tokens=request.num_cached_tokens,

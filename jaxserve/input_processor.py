@@ -10,6 +10,8 @@ from jaxserve.core_types import CoreRequest
 from jaxserve.exceptions import ParameterError, RequestError
 from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIAS, MAX_STOP_IDS
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured import check_grammar
+from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -54,7 +56,8 @@ class InputProcessor:
         """The n sequences of one request; `params=None` takes the model's defaults, `deadline` is seconds from `now`.
 
         Raises:
-            RequestError: a prompt that is empty, or too long for one output token to fit.
+            RequestError: a prompt that is empty, or too long for one output token to fit; a grammar that does not
+                compile, or for a model without a tokenizer.
             ParameterError: something that this model or engine cannot serve; the message names it.
             TypeError: a prompt that is neither text nor a list of ints, or params that are no SamplingParams.
         """
@@ -147,6 +150,15 @@ class InputProcessor:
             )
         if params.detokenize and params.stop and self._tokenizer is None:
             raise ParameterError("stop", params.stop, "empty: this model has no tokenizer")
+        if params.structured_outputs is not None:
+            self._check_form(params.structured_outputs)
+
+    def _check_form(self, form: StructuredOutputsParams) -> None:
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs must be None: this model has no tokenizer")
+        if self._tokenizer.pieces is None:
+            raise RequestError("structured_outputs must be None: not every token of this model is a piece of text")
+        check_grammar(form)
 
     def _check_vocabulary(self, name: str, token_ids: Any) -> None:
         size = self.limits.vocab_size

@@ -131,7 +131,7 @@ class OutputProcessor:
         """
         outputs: list[RequestOutput] = []
         stopped: list[tuple[int, str]] = []
-        shared: dict[str, list[Sequence]] = {}  # requests of several samples: one output for all that moved
+        shared: dict[str, dict[int, Sequence]] = {}  # requests of several samples: one output for all that moved
         for core in core_outputs:
             sequence = self._sequences.get(core.seq_id)
             if sequence is None:  # ended here by a stop string while a step was in flight
@@ -146,11 +146,11 @@ class OutputProcessor:
             if state.kind is RequestOutputKind.FINAL_ONLY and state.num_unfinished:
                 continue
             if len(state.sequences) > 1:
-                shared.setdefault(state.request_id, []).append(sequence)
+                shared.setdefault(state.request_id, {})[sequence.index] = sequence
             else:
                 outputs.append(self._output(state, state.sequences, now))
         for request_id, sequences in shared.items():
-            outputs.append(self._output(self._requests[request_id], sequences, now))
+            outputs.append(self._output(self._requests[request_id], list(sequences.values()), now))
         return outputs, stopped
 
     def _detokenizer(self, core: CoreRequest) -> IncrementalDetokenizer | None:

@@ -22,7 +22,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     """One of the n samples of a request.
 
     `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop string
-    or stop token id that matched, None for EOS.
+    or stop token id that matched, None for EOS and for a complete grammar; after "error" it says why.
     """
 
     index: int

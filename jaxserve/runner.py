@@ -1,15 +1,16 @@
 """Turns plans into device work and owns everything on the device: params, KV cache, slot state, programs.
 
-How this works: `dispatch` packs a plan into one flat int32 array, runs a forward and a sample program whose shapes
-cover it, and returns at once; the tokens are on their way to the host. All state is donated from program to program,
-so the device runs steps in the order of their dispatch and never copies the cache.
+How this works: `dispatch` packs a plan into one flat int32 array and runs a forward program whose shape covers it;
+`sample` runs a sample program over its rows. Both return at once; the tokens are on their way to the host. They are
+two, so that rows under a grammar may learn in between which tokens it allows. All state is donated from program to
+program, so the device runs steps in the order of their dispatch and never copies the cache.
 """
 
 import concurrent.futures
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +19,16 @@ import numpy as np
 from jax import Array
 
 from jaxserve.config import RunnerConfig, prefill_seqs
-from jaxserve.core_types import CoreRequest, TokenLogprobs
+from jaxserve.core_types import CoreRequest
 from jaxserve.layers.kv_cache import init_kv_cache
 from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
 from jaxserve.models.base import Model
 from jaxserve.programs import Compiler, Programs
-from jaxserve.scheduler.plan import StepPlan, StepResult
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.request import Request
 from jaxserve.slots import EDITS, LOGPROBS, RANDOM, edit_row, feature_flags, fill_slot_row
+from jaxserve.step_future import StepFuture
 from jaxserve.step_programs import (
     SampleShape,
     StepShape,
@@ -35,6 +37,7 @@ from jaxserve.step_programs import (
     score_step,
     start_edits,
     start_slots,
+    update_masks,
     update_tables,
 )
 
@@ -42,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 SLOTS_A_CALL = 8
 UPDATES_A_CALL = (16, 128, 1024)
+MASKS_A_CALL = (8, 64)
 COMPILER_OPTIONS = {
     "gpu": {
         "xla_gpu_enable_triton_gemm": False,  # they copy each layer's weights out of the stack
@@ -49,63 +53,6 @@ COMPILER_OPTIONS = {
         "xla_disable_hlo_passes": "rematerialization",
     }
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepFuture:
-    """A step on its way. `result()` waits for the device."""
-
-    plan: StepPlan
-    first_prefill_row: int  # in the sampled rows
-    sampled: Sampled | None  # None: no row of this plan samples
-    scored: Sampled | None  # logprobs of the prefill region's next tokens; None: no row asked
-
-    def result(self) -> StepResult:
-        decode, prefill = self.plan.decode, self.plan.prefill
-        if self.sampled is None:
-            return StepResult(token_ids=[[] for _ in prefill])
-        tokens = np.asarray(self.sampled.token_ids).tolist()
-        rows = [*range(len(decode)), *(self.first_prefill_row + i for i in range(len(prefill)))]
-        samples = [True] * len(decode) + [row.samples for row in prefill]
-        token_ids = [[tokens[row]] if ok else [] for row, ok in zip(rows, samples, strict=True)]
-        if self.sampled.logprob is None:
-            return StepResult(token_ids=token_ids)
-        host = on_host(self.sampled)
-        wanted = [row.request.sampling.params.logprobs for row in (*decode, *prefill)]
-        logprobs = [
-            None if k is None or not ok else [token_logprobs(host, row, k)]
-            for row, k, ok in zip(rows, wanted, samples, strict=True)
-        ]
-        return StepResult(token_ids=token_ids, logprobs=logprobs)
-
-    def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
-        """(request, position of the first, logprobs) of each prefill row that asked; rows of ended epochs left out."""
-        found, offset = [], 0
-        if self.scored is None:
-            return found
-        host = on_host(self.scored)
-        for row in self.plan.prefill:
-            if row.request.sampling.params.prompt_logprobs is not None and row.epoch == row.request.epoch:
-                k = row.request.sampling.params.prompt_logprobs
-                count = min(len(row.token_ids), len(row.request.prompt_token_ids) - 1 - row.start)
-                found.append((row.request, row.start + 1, [token_logprobs(host, offset + j, k) for j in range(count)]))
-            offset += len(row.token_ids)
-        return found
-
-
-def on_host(sampled: Sampled) -> Any:
-    """The same fields as numpy arrays; waits for the device."""
-    return Sampled(*(np.asarray(field) for field in sampled))  # pyright: ignore[reportArgumentType]
-
-
-def token_logprobs(host: Any, row: int, k: int) -> TokenLogprobs:
-    """One row's logprobs, of `on_host`'s arrays; k = -1 is all that the program returned."""
-    k = host.top_ids.shape[1] if k == -1 else k
-    return TokenLogprobs(
-        token_ids=[int(host.token_ids[row]), *host.top_ids[row, :k].tolist()],
-        logprobs=[float(host.logprob[row]), *host.top_logprobs[row, :k].tolist()],
-        rank=int(host.rank[row]),
-    )
 
 
 class Runner:
@@ -132,23 +79,35 @@ class Runner:
         self._update_tables = Programs("update_tables", self._build_update_tables, self._compiler)
         self._start_slots = Programs("start_slots", self._build_start_slots, self._compiler)
         self._start_edits = Programs("start_edits", self._build_start_edits, self._compiler)
+        self._update_masks = Programs("update_masks", self._build_update_masks, self._compiler)
         self._warm_up_jobs: list[concurrent.futures.Future] = []
 
     # Steps
 
     def dispatch(self, plan: StepPlan) -> StepFuture:
-        """Starts one step and returns without waiting for the device."""
+        """Starts to compute one step and returns without waiting for the device. `sample` must follow."""
         for request in plan.new_slots:
             assert isinstance(request.sampling, CoreRequest)
         self._write_slots(plan.new_slots)
         self._write_tables(plan)
         shape, forward = self._forward.get(self.shape_of(plan))
-        slots = np.fromiter((row[2] for row in plan.decode), np.int32, len(plan.decode))
         hidden, prefill_hidden, self.kv, self._sequences = forward(
-            self._params, self.kv, self._sequences, self._pack(plan, shape, slots)
+            self._params, self.kv, self._sequences, self._pack(plan, shape)
         )
         scored = self._score_prompts(plan, prefill_hidden)
-        return StepFuture(plan, shape.decode_rows, self._dispatch_sample(plan, shape, slots, hidden), scored)
+        return StepFuture(plan, shape, hidden, scored)
+
+    def sample(self, future: StepFuture, slots: Sequence[int] = (), masks: np.ndarray | None = None) -> None:
+        """Starts to draw the tokens of the step dispatched last, and returns without waiting for the device.
+
+        Args:
+            masks: u32 [n, ceil(V / 32)], the tokens that may be drawn for each of `slots`, instead of those before.
+        """
+        if masks is not None:
+            self._write_masks(slots, masks)
+        hidden, future.hidden = future.hidden, None
+        assert hidden is not None, "the step was sampled before"
+        future.sampled = self._dispatch_sample(future.plan, future.shape, hidden)
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """The smallest shape of the default set that holds the plan."""
@@ -161,12 +120,12 @@ class Runner:
         tokens = next(t for t in config.prefill_tokens if t >= num_tokens and prefill_seqs(t) >= num_seqs)
         return StepShape(decode_rows=rows, prefill_tokens=tokens, prefill_seqs=prefill_seqs(tokens), span=plan.span)
 
-    def _pack(self, plan: StepPlan, shape: StepShape, slots: np.ndarray) -> np.ndarray:
+    def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""
         b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
         ints = np.zeros(shape.num_ints, np.int32)
-        ints[: len(slots)] = slots
-        ints[len(slots) : b] = self._dummy
+        ints[: len(plan.decode)] = decode_slots(plan)
+        ints[len(plan.decode) : b] = self._dummy
         seq_slots, starts, cu_q_lens = np.split(ints[b + t :], [s, 2 * s])
         seq_slots[:] = self._dummy
         end = 0
@@ -177,11 +136,11 @@ class Runner:
         cu_q_lens[len(plan.prefill) + 1 :] = end
         return ints
 
-    def _dispatch_sample(self, plan: StepPlan, shape: StepShape, slots: np.ndarray, hidden: Array) -> Sampled | None:
+    def _dispatch_sample(self, plan: StepPlan, shape: StepShape, hidden: Array) -> Sampled | None:
         if not plan.decode and not any(row.samples for row in plan.prefill):
             return None
         rows = np.full(shape.sample_rows, self._dummy, np.int32)
-        rows[: len(slots)] = slots
+        rows[: len(plan.decode)] = decode_slots(plan)
         for i, row in enumerate(plan.prefill, start=shape.decode_rows):
             if row.samples:
                 rows[i] = row.slot
@@ -241,6 +200,16 @@ class Runner:
             rows[: len(now)] = np.asarray(now)
             self._sequences = program(self._sequences, rows)
 
+    def _write_masks(self, slots: Sequence[int], masks: np.ndarray) -> None:
+        while len(slots):
+            size = next((n for n in MASKS_A_CALL if n >= len(slots)), MASKS_A_CALL[-1])
+            key, program = self._update_masks.get(Rows(size))
+            rows, allowed = np.full(key.count, self._dummy, np.int32), np.zeros((key.count, masks.shape[1]), np.uint32)
+            now = len(slots[:size])
+            rows[:now], allowed[:now] = slots[:size], masks[:size]
+            self._sampling = program(self._sampling, rows, allowed)
+            slots, masks = slots[size:], masks[size:]
+
     # Programs
 
     def warm_up(self, *, block: bool) -> None:
@@ -256,6 +225,7 @@ class Runner:
             *self._forward.request(shapes),
             *self._sample.request(samples),
             *self._start_edits.request([Rows(1)]),
+            *self._update_masks.request(map(Rows, MASKS_A_CALL)),
             *self._score.request([Rows(self.config.prefill_tokens[-1])]),  # stands in for the smaller ones
         ]
 
@@ -302,7 +272,8 @@ class Runner:
     @property
     def _tables(self) -> tuple[Programs, ...]:
         return (
-            self._forward, self._sample, self._score, self._update_tables, self._start_slots, self._start_edits
+            self._forward, self._sample, self._score, self._update_tables, self._start_slots, self._start_edits,
+            self._update_masks,
         )  # fmt: skip
 
     @property
@@ -342,6 +313,11 @@ class Runner:
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sampling.edits)
         return compiled(start_edits, sampling, int32(), row)
 
+    def _build_update_masks(self, rows: "Rows") -> Callable:
+        sampling = self._abstract[4]
+        masks = jax.ShapeDtypeStruct((rows.count, sampling.edits.allowed.shape[1]), jnp.uint32)
+        return compiled(update_masks, sampling, int32(rows.count), masks)
+
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._head["final_norm"].dtype)
 
@@ -358,6 +334,10 @@ class Rows:
     @property
     def cost(self) -> int:
         return self.count
+
+
+def decode_slots(plan: StepPlan) -> np.ndarray:
+    return np.fromiter((row[2] for row in plan.decode), np.int32, len(plan.decode))
 
 
 def int32(*shape: int) -> jax.ShapeDtypeStruct:

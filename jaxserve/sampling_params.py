@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.exceptions import ParameterError
+from jaxserve.structured_params import (
+    StructuredOutputsParams as StructuredOutputsParams,
+    structured_outputs_of as structured_outputs_of,
+)
 
 MAX_N = 16384
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 8192
@@ -20,7 +24,6 @@ FLAGS = (
 )
 # Names that vLLM knows and this version does not serve yet; each says so instead of being dropped in silence.
 NOT_YET = (
-    "structured_outputs",
     "logprob_token_ids",
     "prompt_logprob_start",
     "prompt_logprob_token_ids",
@@ -96,6 +99,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None  # a mapping of its options is taken, too
     extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +116,8 @@ class SamplingParams:
             put(name, _as_tuple(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if self.structured_outputs is not None:
+            put("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         if self.logit_bias is not None:
             put("logit_bias", _as_bias(self.logit_bias))
         if self.top_k == -1:

@@ -20,6 +20,7 @@ def feature_flags(request: Request) -> int:
     p = core.params
     penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
     edits = penalties or p.logit_bias or p.allowed_token_ids or core.bad_words_token_ids or p.min_tokens
+    edits = edits or p.structured_outputs is not None
     return RANDOM * (not p.greedy) | EDITS * bool(edits) | LOGPROBS * (p.logprobs is not None)
 
 

@@ -192,3 +192,10 @@ def start_edits(sampling: SamplingState, slot: Array, row: EditState) -> Samplin
     """Writes one slot's rarer wishes: `row` holds one row of each field. Donates sampling."""
     edits = jax.tree.map(lambda all_rows, new: all_rows.at[slot].set(new), sampling.edits, row)
     return dataclasses.replace(sampling, edits=edits, edited=sampling.edited.at[slot].set(True))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update_masks(sampling: SamplingState, slots: Array, masks: Array) -> SamplingState:
+    """What grammars allow next: masks u32 [n, ceil(V / 32)] for slots i32 [n]. Donates sampling."""
+    edits = dataclasses.replace(sampling.edits, allowed=sampling.edits.allowed.at[slots].set(masks))
+    return dataclasses.replace(sampling, edits=edits)

@@ -22,7 +22,7 @@ class SamplingFeatures:
     """Which parts of the sampler a program holds."""
 
     random: bool = False  # any row with temperature > 0
-    edits: bool = False  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens
+    edits: bool = False  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, grammars
     num_logprobs: int | None = None  # top logprobs returned a row; None = none at all
 
     def covers(self, other: "SamplingFeatures") -> bool:
@@ -67,7 +67,7 @@ class EditState:
 
     bias_ids: Array  # i32 [Z, MAX_BIAS], V = empty (dropped by the scatter)
     bias: Array  # f32 [Z, MAX_BIAS]
-    allowed: Array  # u32 [Z, ceil(V / 32)], bit set = may be sampled
+    allowed: Array  # u32 [Z, ceil(V / 32)], bit set = may be sampled; under a grammar written anew for each token
     bad_words: Array  # i32 [Z, MAX_BAD_WORDS, MAX_BAD_WORD_LEN], right-aligned, -1 = empty
     history: Array  # i32 [Z, MAX_BAD_WORD_LEN - 1], the last tokens, newest last
     prompt_mask: Array  # bool [Z, V], tokens in the prompt
@@ -77,7 +77,7 @@ class EditState:
 class Sampled(NamedTuple):
     """One step's draw. The logprob fields are None in a program without them; they are of the raw logits."""
 
-    token_ids: Array  # i32 [R]
+    token_ids: Array  # i32 [R], -1 = every token was forbidden
     logprob: Array | None  # f32 [R], of the sampled token
     rank: Array | None  # i32 [R], 1 = most likely
     top_ids: Array | None  # i32 [R, k]
@@ -143,6 +143,9 @@ def sample(
         token_ids = jnp.where(sampling.temperature[slots] > 0, drawn, token_ids)
     is_stop = jnp.any(token_ids[:, None] == sampling.stop_ids[slots], axis=-1)
     is_stop &= positions >= sampling.min_position[slots]
+    if features.edits:  # without them a row always has a token left
+        is_dead = jnp.max(edited, axis=-1) == -jnp.inf
+        token_ids, is_stop = jnp.where(is_dead, -1, token_ids), is_stop | is_dead
     sequences = dataclasses.replace(
         sequences,
         token_ids=sequences.token_ids.at[slots].set(token_ids),

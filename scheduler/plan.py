@@ -104,8 +104,9 @@ class StepResult:
     """What the device gave back.
 
     `token_ids[i]` are the tokens (0..q of them) that row i sampled, rows counted through `plan.decode` and then
-    `plan.prefill`; a prefill row with `samples=False` gives an empty list. `logprobs[i]` (None where not asked for)
-    pass through the scheduler unread.
+    `plan.prefill`; a prefill row with `samples=False` gives an empty list. A token of -1 stands for none: every one was
+    forbidden, and the request ends as "error". `logprobs[i]` (None where not asked for) pass through the scheduler
+    unread.
     """
 
     token_ids: list[list[int]]

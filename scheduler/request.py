@@ -40,6 +40,7 @@ class Request:
     adapter: str | None = None
     skip_reading_prefix_cache: bool = False
     leader: "Request | None" = None  # n > 1: wait for the leader's published prompt pages
+    held: bool = False  # waits, without standing in anybody's way, until `Scheduler.release`
     sampling: Any = None  # the runner's business
 
     # What the engine and the runner may read.

@@ -90,6 +90,10 @@ class Scheduler:
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
         self.waiting.call_followers(request)
 
+    def release(self, request: Request) -> None:
+        """Lets a request go that was added as `held`: from now on it waits for nothing but its turn."""
+        self.waiting.release(request)
+
     def has_unfinished(self) -> bool:
         """Whether a request runs or waits, or an end by deadline is still to be reported."""
         return bool(len(self.running) or len(self.waiting) or self._expired)
@@ -304,11 +308,17 @@ class Scheduler:
             self.waiting.call_followers(request)
 
     def _take_tokens(self, request: Request, token_ids: list[int], logprobs: Any) -> RequestUpdate:
-        """0..q sampled tokens of one row, up to the first that ends the request: EOS, then stop ids, then length."""
+        """0..q sampled tokens of one row, up to the first that ends the request: EOS, then stop ids, then length.
+
+        A negative token says that none could be sampled: the request ends as "error".
+        """
         outputs, stops = request.output_token_ids, request.stops
         num_before = num_outputs = len(outputs)
         finish_reason = stop_reason = None
         for token in token_ids:
+            if token < 0:
+                finish_reason = "error"
+                break
             outputs.append(token)
             num_outputs += 1
             if token in stops and num_outputs >= request.min_tokens:

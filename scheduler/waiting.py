@@ -9,7 +9,8 @@ _ORDER = operator.attrgetter("order")
 
 
 class WaitingQueue:
-    """Waiting requests in their order; followers of a leader stand aside until they are called.
+    """Waiting requests in their order. Followers of a leader stand aside until they are called, held requests until
+    they are released.
 
     Pre-empted requests come back at their old place, which is in front of all that arrived after them.
     """
@@ -19,13 +20,15 @@ class WaitingQueue:
         self._queue: list[Request] = []
         self._followers: dict[Request, list[Request]] = {}
         self._num_followers = 0
+        self._held: dict[Request, None] = {}
         self._num_tokens = 0  # prompt tokens of all waiting requests
 
     def __len__(self) -> int:
-        return len(self._queue) + self._num_followers
+        return len(self._queue) + self._num_followers + len(self._held)
 
     def __iter__(self):
         yield from self._queue
+        yield from self._held
         for followers in self._followers.values():
             yield from followers
 
@@ -46,8 +49,21 @@ class WaitingQueue:
         return self._queue[0] if self._queue else None
 
     def push(self, request: Request) -> None:
-        bisect.insort(self._queue, request, key=_ORDER)
+        self._place(request)
         self._num_tokens += request.num_prompt_tokens
+
+    def _place(self, request: Request) -> None:
+        if request.held:
+            self._held[request] = None
+        else:
+            bisect.insort(self._queue, request, key=_ORDER)
+
+    def release(self, request: Request) -> None:
+        """Nothing holds `request` any more but, maybe, its leader."""
+        request.held = False
+        if request in self._held:
+            del self._held[request]
+            self._place(request)
 
     def push_follower(self, request: Request, leader: Request) -> None:
         self._followers.setdefault(leader, []).append(request)
@@ -58,11 +74,14 @@ class WaitingQueue:
         """The leader's prompt is published, or the leader ended: nothing is left to wait for."""
         for request in self._followers.pop(leader, ()):
             request.leader = None
-            bisect.insort(self._queue, request, key=_ORDER)
+            self._place(request)
             self._num_followers -= 1
 
     def remove(self, request: Request) -> None:
         self._num_tokens -= request.num_prompt_tokens
+        if request in self._held:
+            del self._held[request]
+            return
         if request.leader is None:
             index = bisect.bisect_left(self._queue, request.order, key=_ORDER)
             assert self._queue[index] is request

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxserve.exceptions import JaxserveError
-from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams, structured_outputs_of
 from jaxserve.tokenizer import Tokenizer
 
 URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -192,13 +192,12 @@ def _row(number: int, custom_id: str, kind: Any, body: dict[str, Any]) -> Row:
 
 
 def _structure(options: dict[str, Any]) -> None:
-    """Takes the wish for structured output out of `options`. There is none that is served yet but plain text."""
-    if options.get("response_format") in (None, {"type": "text"}):
-        options.pop("response_format", None)
-    for name in ("response_format", "structured_outputs"):
-        if options.get(name) is not None:
-            raise NotImplementedError(f"{name} is not supported in a batch yet; leave it out")
-    options.pop("structured_outputs", None)
+    """Makes OpenAI's `response_format` ours in place."""
+    form = structured_outputs_of(options.pop("response_format", None))
+    if form is not None:
+        if options.get("structured_outputs") is not None:
+            raise ValueError("response_format and structured_outputs exclude each other")
+        options["structured_outputs"] = form
 
 
 def _chat_options(options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,24 @@ def require_text(name: str, text: str) -> None:
 
 
 def sampling_params(engine: "LLMEngine", options: Mapping[str, Any], **fixed: Any) -> "SamplingParams":
-    """The model's own defaults, overridden by what the user gave, and then by the command."""
-    return dataclasses.replace(engine.default_sampling_params, **{"max_tokens": DEFAULT_MAX_TOKENS, **options, **fixed})
+    """The model's own defaults, overridden by what the user gave, and then by the command.
+
+    Raises:
+        ParameterError: an option is out of range.
+        OSError, ValueError: --structured-outputs is neither JSON nor a file with it.
+    """
+    given = {"max_tokens": DEFAULT_MAX_TOKENS, **options, **fixed}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = _json_of("--structured-outputs", given["structured_outputs"])
+    return dataclasses.replace(engine.default_sampling_params, **given)
+
+
+def _json_of(name: str, given: str) -> Any:
+    """What `given` holds: the text of a JSON object, or the path of a file with one."""
+    try:
+        return json.loads(given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must be JSON, or a file with it, got {given[:200]!r}: {error}") from error
 
 
 def chat_prompt(engine: "LLMEngine", messages: Sequence[dict[str, str]]) -> list[int]:

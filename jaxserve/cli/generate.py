@@ -1,6 +1,7 @@
 """`jaxserve generate`: prompts in, text out."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,7 +79,10 @@ class TextWriter:
         if index > self._titled:
             self._titled = index
             print(f"[{index + 1}/{len(self._prompts)}] {self._prompts[index]}")
-        print(output.outputs[0].text, end="\n" if output.finished else "", flush=True)
+        sample = output.outputs[0]
+        print(sample.text, end="\n" if output.finished else "", flush=True)
+        if sample.finish_reason == "error":
+            print(f"error: {sample.stop_reason}", file=sys.stderr)
 
 
 class JsonWriter:

@@ -84,6 +84,12 @@ SAMPLING_OPTIONS: Mapping[str, Opt] = {  # fields of jaxserve.SamplingParams
     "seed": Opt(int, "Makes sampling repeatable.", unset="another one each request"),
     "stop": Opt(list[str], "End the answer before this text; may be given several times."),
     "ignore_eos": Opt(bool, "Go on past the end-of-sequence token.", unset="off"),
+    "structured_outputs": Opt(
+        str,
+        """The form of the answer, as JSON or a file with it: {"json": a schema}, {"regex": ...}, {"choice": [...]}, """
+        """{"grammar": ...} or {"json_object": true}. Extra [structured].""",
+        unset="any text",
+    ),
 }
 
 ProfileOption = Annotated[

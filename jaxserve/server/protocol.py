@@ -18,10 +18,23 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of the text. Only "text" is served."""
+    """The form of the text, as OpenAI says it: `json_schema` is `{"name": ..., "schema": {...}}`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of the text, as vLLM says it: the fields of `jaxserve.StructuredOutputsParams`."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class Ignored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +57,7 @@ class GenerationRequest(Ignored, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: int | None = None
     cache_salt: str | None = None
 

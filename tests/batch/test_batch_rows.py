@@ -6,7 +6,7 @@ import pytest
 from echo_core import ascii_tokenizer
 
 from jaxserve.batch.rows import BadRow, BatchRequest, Row, RowReader, parse_row, row_seed
-from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -25,6 +25,9 @@ def read(row, number=0, repeated=(), seed=0):
         repeated=frozenset(repeated),
     )
     return reader((number, json.dumps(row).encode()))
+
+
+JSON = {"type": "json_object"}
 
 
 @pytest.mark.parametrize(
@@ -59,8 +62,8 @@ def test_a_rows_kind_follows_its_url_or_its_fields(row, kind, custom_id):
         ({"messages": "hi"}, "invalid_request", "messages must be a non-empty list"),
         (CHAT | {"logprobs": 3}, "invalid_request", "logprobs must be true or false in a chat"),
         (CHAT | {"top_logprobs": 3}, "invalid_request", "top_logprobs=3 needs logprobs=true"),
-        (CHAT | {"response_format": {"type": "json_object"}}, "not_supported", "response_format is not supported"),
-        ({"prompt": "a", "structured_outputs": {}}, "not_supported", "structured_outputs is not supported in a batch"),
+        (CHAT | {"response_format": {"type": "yaml"}}, "invalid_request", "response_format must be"),
+        (CHAT | {"response_format": JSON, "structured_outputs": {"regex": "a"}}, "invalid_request", "exclude each"),
         (BATCH | {"url": "/v1/embeddings"}, "invalid_request", "url must be one of /v1/chat/completions, /v1/comp"),
         (BATCH | {"url": []}, "invalid_request", r"url must be one of /v1/chat/completions, /v1/completions, got []"),
         (BATCH | {"method": "GET"}, "invalid_request", "method must be 'POST', got 'GET'"),
@@ -128,3 +131,9 @@ def test_a_seed_of_its_own_is_kept_and_others_follow_from_the_rows_number():
     assert len(set(seeds)) == 100
     assert seeds == [row_seed(seed, number) for number in range(50) for seed in (0, 1)]
     assert row_seed(0, 0) == 3844709723569550360  # the same in every version: a job may be resumed by a newer one
+
+
+def test_a_response_format_asks_for_structured_outputs():
+    row = parse_row((0, json.dumps({"prompt": "a", "response_format": JSON}).encode()))
+    assert isinstance(row, Row)
+    assert row.options == {"structured_outputs": StructuredOutputsParams(json_object=True)}

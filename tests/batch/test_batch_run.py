@@ -44,7 +44,8 @@ def test_bad_rows_of_every_kind_stop_no_other(job):
         '{"prompt": [99999]}': "invalid_request",
         json.dumps({"messages": [{"role": "user", "content": "a" * 5000}]}): "invalid_request",
         json.dumps({"prompt": "a" * 5000}): "invalid_request",
-        '{"prompt": "a", "response_format": {"type": "json_object"}}': "not_supported",
+        '{"prompt": "a", "flat_logprobs": true}': "not_supported",
+        '{"prompt": "a", "structured_outputs": {"regex": "("}}': "invalid_request",
         '{"custom_id": "first", "prompt": "a"}': "duplicate_custom_id",
     }
     rows = [{**good, "custom_id": "first"}, *(row for entry in bad for row in (entry, "", good))]

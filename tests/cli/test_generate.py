@@ -1,12 +1,15 @@
 import io
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 from fakes import FakeEngine, FakeTokenizer
 
-from jaxserve import RequestOutputKind, SamplingParams
+from jaxserve import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jaxserve.cli import engine as driver
-from jaxserve.cli.generate import read_prompts
+from jaxserve.cli.generate import TextWriter, read_prompts
 from jaxserve.outputs import CompletionOutput, RequestOutput
 
 MODEL = ("--model", "m", "--max-tokens", "3")
@@ -56,6 +59,47 @@ def test_json_gives_one_object_a_prompt(run):
 def test_chat_puts_the_prompt_into_the_template(run):
     _, out, _, _ = run("generate", *MODEL, "--prompt", "ab", "--chat", "--json")
     assert json.loads(out)["prompt_token_ids"] == [97, 98]
+
+
+def test_the_form_of_the_answer_comes_as_text_or_in_a_file(tmp_path):
+    form = '{"json": {"type": "object"}, "disable_any_whitespace": true}'
+    file = tmp_path / "form.json"
+    file.write_text(form)
+    expected = StructuredOutputsParams(json='{"type": "object"}', disable_any_whitespace=True)
+    engine = FakeEngine()
+    for given in (form, str(file)):
+        assert driver.sampling_params(engine, {"structured_outputs": given}).structured_outputs == expected
+    assert driver.sampling_params(engine, {}).structured_outputs is None
+
+
+def test_the_command_of_the_docs_reaches_the_engine(run):
+    page = (Path(__file__).parents[2] / "docs" / "structured_output.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"```sh\njaxserve (.*?)```", page, flags=re.DOTALL)
+    code, out, _, _ = run(*shlex.split(command))
+    assert (code, out[:6]) == (0, "80 81 ")
+
+
+def test_a_form_that_cannot_be_meant_is_a_mistake_of_the_caller(run, tmp_path):
+    latin = tmp_path / "latin.json"
+    latin.write_bytes(b"\xff")
+    for given, message in [
+        ("missing.json", "No such file or directory: missing.json"),
+        (str(latin), "--structured-outputs must be JSON, or a file with it"),
+        ("{", "--structured-outputs must be JSON, or a file with it"),
+        ('{"a":' * 100_000, "--structured-outputs must be JSON, or a file with it"),
+        ("{}", "structured_outputs must be exactly one of json, regex"),
+        ('{"regex": "a", "choice": ["b"]}', "structured_outputs must be exactly one of json, regex"),
+    ]:
+        code, _, err, _ = run("generate", *MODEL, "--prompt", "a", "--structured-outputs", given)
+        assert code == 2
+        assert message in err
+
+
+def test_an_answer_that_ends_in_an_error_says_why(capsys):
+    sample = CompletionOutput(index=0, text="ab", token_ids=[], finish_reason="error", stop_reason="a dead end")
+    failed = RequestOutput(request_id="0", prompt=None, prompt_token_ids=[], outputs=[sample], finished=True)
+    TextWriter(["p"])(0, failed)
+    assert capsys.readouterr() == ("ab\n", "error: a dead end\n")
 
 
 def test_the_users_options_override_the_models_defaults_and_only_those_given_reach_the_engine(run):

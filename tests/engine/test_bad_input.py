@@ -211,10 +211,10 @@ def test_unknown_keywords_are_errors_everywhere(llm, tiny_model):
         SamplingParams(top_q=1)
     with pytest.raises(ParameterError, match="top_q must be left out"):
         SamplingParams.of(top_q=1)
-    with pytest.raises(NotImplementedError, match="structured_outputs is not supported yet"):
-        SamplingParams(structured_outputs={"json": {}})
-    with pytest.raises(NotImplementedError, match="structured_outputs is not supported yet"):
-        SamplingParams.of(structured_outputs={"json": {}})
+    with pytest.raises(NotImplementedError, match="flat_logprobs is not supported yet"):
+        SamplingParams(flat_logprobs=True)
+    with pytest.raises(NotImplementedError, match="flat_logprobs is not supported yet"):
+        SamplingParams.of(flat_logprobs=True)
     with pytest.raises(TypeError, match=r"unknown engine options \['block_size'\]; known: .*page_size"):
         LLM(tiny_model, block_size=16)
     with pytest.raises(TypeError, match="use_tqmd"):

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve import EngineDeadError, RequestOutputKind, SamplingParams
 from jaxserve.core_types import CoreOutput
-from jaxserve.runner import StepFuture
+from jaxserve.step_future import StepFuture
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
+from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_IDS
 from jaxserve.layers.sampler import (
     SamplingFeatures,
     _keep_top_k,
@@ -18,6 +18,7 @@ from jaxserve.layers.sampler import (
     sample,
     score,
 )
+from jaxserve.step_programs import update_masks
 
 V = 50
 ALL = SamplingFeatures(random=True, edits=True, num_logprobs=5)
@@ -193,6 +194,28 @@ def test_only_allowed_tokens_are_sampled():
     words = np.packbits(allowed, bitorder="little").view(np.uint32)
     logits = random_logits(4)
     assert draw(logits, allowed=words)[0] == max((7, 33), key=lambda t: logits[t])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_every_token_is_forbidden_there_is_none_and_the_row_stops(temperature):
+    words = np.zeros(2, np.uint32)
+    token, sequences, _, _ = draw(random_logits(4), allowed=words, temperature=temperature)
+    assert token == -1
+    assert bool(sequences.stopped[1])
+    words[1] = 1 << (40 - 32)
+    token, sequences, _, _ = draw(random_logits(4), allowed=words, temperature=temperature)
+    assert token == 40
+    assert not bool(sequences.stopped[1])
+    early = {"stop_ids": np.pad([40], (0, MAX_STOP_IDS - 1), constant_values=-1), "min_position": 9}
+    assert draw(random_logits(4), allowed=words, temperature=temperature, **early)[0] == -1
+
+
+def test_new_masks_replace_those_of_their_slots_only():
+    _, sampling = states(allowed=np.array([1, 2], np.uint32))
+    masks = np.array([[3, 4], [5, 6]], np.uint32)
+    updated = update_masks(sampling, np.array([2, 4], np.int32), masks)
+    ones = [0xFFFFFFFF] * 2
+    np.testing.assert_array_equal(updated.edits.allowed, [ones, [1, 2], [3, 4], ones, [5, 6]])
 
 
 def bad_words(*words):

@@ -59,6 +59,7 @@ def random_options(rng):
         cache_salt=rng.choice([None, None, None, "a", "b"]),
         adapter=rng.choice([None, None, None, "a"]),
         skip_reading_prefix_cache=rng.random() < 0.1,
+        held=rng.random() < 0.2,
         sampling=rng.randint(0, 99),
     )
 
@@ -129,6 +130,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             again["prompt_token_ids"] = request.prompt_token_ids + request.output_token_ids + [2]
         if how in ("retry", "next turn"):
             self._add(1, again)
+
+    @rule(which=st.integers(0, 5))
+    def release(self, which):
+        held = self.sim.held()
+        if held:
+            self.sim.release(held[which % len(held)])
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def wait(self, seconds):

@@ -8,6 +8,8 @@ which step. It is a harsher device than a real one:
 - What others wrote may be read only once the writing step has committed.
 - Rows that overrun a stop write real pages, not the null page.
 
+With some seeds, now and then no token can be sampled (-1), which ends a request as "error".
+
 Tokens are sampled from the hash of the prefix and the request's seed, so a request's output is known in advance and
 does not depend on batching, chunks, pages, pre-emption, hits or overlap. The driver holds every commit against it.
 """
@@ -49,7 +51,8 @@ def prefix_hashes(request: Request, tokens: list[int]) -> list[int]:
 
 
 def sample(prefix_hash: int, seed: int) -> int:
-    return hash((prefix_hash, seed, 17)) % VOCAB
+    drawn = hash((prefix_hash, seed, 17))
+    return -1 if seed % 10 == 7 and drawn // VOCAB % 8 == 0 else drawn % VOCAB
 
 
 def expected_output(request: Request, max_model_len: int, pool_len: int) -> tuple[list[int], str, int | None]:
@@ -58,6 +61,8 @@ def expected_output(request: Request, max_model_len: int, pool_len: int) -> tupl
     total = min(len(request.prompt_token_ids) + request.max_tokens, max_model_len, pool_len + 1)
     while True:
         token = sample(hashes[-1], request.sampling)
+        if token < 0:
+            return outputs, "error", None
         outputs.append(token)
         hashes.append(hash((hashes[-1], token)))
         if len(outputs) >= request.min_tokens:
@@ -257,6 +262,14 @@ class Simulation:
         self._end(request, reason, stop_reason)
         self.check()
 
+    def release(self, request: Request) -> None:
+        self.scheduler.release(request)
+        self.seen["releases"] += 1
+        self.check()
+
+    def held(self) -> list[Request]:
+        return [request for request in self.scheduler.waiting if request.held]
+
     def dispatch(self) -> StepPlan | None:
         first = self._first_running()
         before = self.scheduler.stats()
@@ -288,6 +301,8 @@ class Simulation:
 
     def drain(self, max_steps: int = 2000) -> None:
         """Runs until all is done; then nothing may be missing."""
+        for request in self.held():
+            self.release(request)
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished():
                 break
@@ -317,7 +332,7 @@ class Simulation:
             assert outputs[len(outputs) - len(tokens) :] == tokens
             assert outputs == expected[0][: len(outputs)], "the output depends on its company"
             if finish_reason is None:
-                assert len(outputs) < len(expected[0]), "it should have ended"
+                assert len(outputs) < len(expected[0]) + (expected[1] == "error"), "it should have ended"
                 continue
             if finish_reason != "abort":
                 assert (outputs, finish_reason, stop_reason) == expected
@@ -340,7 +355,8 @@ class Simulation:
 
     def _check_plan(self, plan: StepPlan | None, first: Request | None) -> None:
         if plan is None:
-            assert self.in_flight or not (len(self.scheduler.running) or len(self.scheduler.waiting)), "it is stuck"
+            waiting = [request for request in self.scheduler.waiting if not self._stands_aside(request)]
+            assert self.in_flight or not (len(self.scheduler.running) or waiting), "it is stuck"
             return
         rows = [*plan.decode, *plan.prefill]
         requests = [row.request for row in rows]
@@ -350,8 +366,13 @@ class Simulation:
         assert all(row.epoch == row.request.epoch and row.slot == row.request.slot for row in rows)
         assert {update.slot for update in plan.page_updates} <= {row.slot for row in rows}
         assert set(plan.new_slots) <= set(requests)
+        assert not any(request.held for request in requests)
         if first is not None and first.status is Status.RUNNING and not self.setup.spans:
             assert first in requests or self.pool.num_returning(), "the first in the order does not get on"
+
+    @staticmethod
+    def _stands_aside(request: Request) -> bool:
+        return request.held or (request.leader is not None and request.leader.held)
 
     def check(self) -> None:
         """What holds between any two calls."""

@@ -30,6 +30,13 @@ class PublishesBeforeTheLastLayer(Scheduler):
         return super().commit(plan, result, now)
 
 
+class RunsHeldRequests(Scheduler):
+    def add(self, request):
+        held, request.held = request.held, False
+        super().add(request)
+        request.held = held
+
+
 class FreesAtOnce(PagePool):
     """Pages do not wait for the steps in flight that name them."""
 
@@ -110,6 +117,7 @@ SCHEDULERS = [
     KeepsTheVictimInTheStep,
     CountsIdleHitsAsFree,
     PreemptsTheFirst,
+    RunsHeldRequests,
 ]
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from scripted import make, request
+from scripted import bare, make, request, take
 from simulation import EOS, sample
 
 from jaxserve.scheduler import SchedulerConfig
@@ -244,3 +244,59 @@ def test_importing_the_scheduler_imports_neither_jax_nor_numpy():
 def test_config_names_what_is_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(**options)
+
+
+def test_a_held_request_is_in_nobodys_way_and_keeps_its_place():
+    sim = make(max_num_seqs=1)
+    first, held, later = request([2] * 6), request([3] * 6, held=True), request([4] * 6)
+    sim.add_all(first, held, later)
+    sim.dispatch()
+    assert sim.scheduler.stats().num_requests_waiting == 2
+    sim.release(held)
+    assert next(iter(sim.scheduler.waiting)) is held  # it came before `later`
+    sim.drain_requests()
+    assert [sim.ended[r.request_id][0] for r in (first, held, later)] == ["length"] * 3
+    assert first.first_scheduled_time == held.first_scheduled_time == 0.0
+
+
+def test_others_pass_a_held_request_and_it_may_end_before_it_is_released():
+    sim = make()
+    held, other = request([3] * 6, held=True), request([4] * 6)
+    sim.add_all(held, other)
+    assert prefill(sim.dispatch()) == {other: 6}
+    while sim.in_flight:
+        sim.step()
+    assert sim.dispatch() is None  # nothing but the held one is left
+    assert sim.scheduler.has_unfinished()
+    sim.finish(held, "abort")
+    assert not sim.scheduler.has_unfinished()
+
+
+def test_a_sibling_waits_for_its_release_and_for_its_leader():
+    sim = make()
+    leader = request([2] * 10, held=True)
+    siblings = [request([2] * 10, leader=leader, held=True) for _ in range(2)]
+    sim.add_all(leader, *siblings)
+    assert sim.dispatch() is None
+    sim.release(siblings[0])
+    sim.release(leader)
+    assert prefill(sim.dispatch()) == {leader: 10}
+    sim.dispatch()
+    sim.commit()  # the prompt is published
+    assert prefill(sim.dispatch()) == {siblings[0]: 2}
+    sim.release(siblings[1])
+    assert prefill(sim.dispatch()) == {siblings[1]: 2}
+    sim.drain()
+
+
+def test_a_row_without_a_possible_token_ends_its_request_as_an_error_and_no_other():
+    scheduler = bare()
+    dead, other = request([2] * 6), request([3] * 6)
+    scheduler.add(dead)
+    scheduler.add(other)
+    plan = scheduler.schedule(0.0)
+    updates = take(scheduler, plan, [-1], [5])
+    assert [(u.new_token_ids, u.finish_reason) for u in updates] == [([], "error"), ([5], None)]
+    assert (dead.output_token_ids, dead.finish_reason) == ([], "error")
+    scheduler.pool.check()
+    assert prefill(scheduler.schedule(0.0)) == {}
