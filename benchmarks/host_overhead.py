@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks._report import Row, report
 from jaxserve.config import RunnerConfig
 from jaxserve.core_types import CoreRequest
-from jaxserve.engine import EngineCore
+from jaxserve.engine_core import EngineCore
 from jaxserve.layers.sampler import Sampled
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.runner import Runner

@@ -51,7 +51,8 @@ type CoreFactory = Callable[[Any], tuple[Core, Facts]]  # of the config; importa
 
 def start_core(config: "EngineConfig") -> tuple[Core, Facts]:
     """The `CoreFactory` of real models: loads what `config` names."""
-    from jaxserve.engine import EngineCore, load_model  # the parent does without weights and runner
+    from jaxserve.engine import load_model  # the parent does without weights and runner
+    from jaxserve.engine_core import EngineCore
 
     loaded = load_model(config)
     core = EngineCore.over(config, loaded)

@@ -1,5 +1,8 @@
 """The HTTP server over the real engine: the same text as in process, real logprobs, real limits, and no page kept."""
 
+import json
+import re
+
 import openai
 import pytest
 from http_server import raw_request, running
@@ -98,3 +101,20 @@ def test_clients_that_leave_give_their_pages_back(server):
         with raw_request(server.port, "/v1/completions", body):
             server.settled(**{"jaxserve:num_requests_running": 1})
         server.settled(**IDLE, **{"jaxserve:kv_cache_usage_perc": 0})
+
+
+def test_a_schema_and_a_regex_hold_over_http(client):
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2, 3]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+    options = {"temperature": 1.0, "max_tokens": 100, "seed": 3}
+    chat = client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form, **options)
+    assert chat.choices[0].finish_reason == "stop"
+    assert json.loads(chat.choices[0].message.content)["n"] in (1, 2, 3)
+    extra = {"structured_outputs": {"regex": "[ab]{3}"}}
+    chunks = client.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body=extra, **options)
+    assert re.fullmatch("[ab]{3}", "".join(chunk.choices[0].text for chunk in chunks))
