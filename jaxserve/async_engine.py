@@ -141,6 +141,16 @@ class AsyncLLM:
         return self._tokenizer
 
     @property
+    def limits(self) -> RequestLimits:
+        """What one request may hold: its length, the vocabulary, logprobs."""
+        return self._inputs.limits
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means for this model."""
+        return self._inputs.default_sampling_params
+
+    @property
     def is_running(self) -> bool:
         return self._cause_of_death is None and self._process.is_alive()
 

@@ -35,7 +35,7 @@ class InputProcessor:
         *,
         seed: int = 0,
     ):
-        self._tokenizer, self._limits = tokenizer, limits
+        self._tokenizer, self.limits = tokenizer, limits
         self._seeds = random.Random(seed)
         self._next_seq_id = 0
         self.default_sampling_params = default_sampling_params(generation_config)
@@ -65,7 +65,7 @@ class InputProcessor:
         prompt_token_ids = self._encode(prompt)
         self._check_params(params)
         _check_handling(priority, deadline, cache_salt)
-        room = self._limits.max_model_len - len(prompt_token_ids)
+        room = self.limits.max_model_len - len(prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         bad_words = self._bad_words(params)
@@ -94,7 +94,7 @@ class InputProcessor:
         ]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        limits = self._limits
+        limits = self.limits
         if isinstance(prompt, str):
             token_ids = self._encode_text(prompt)
         elif isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
@@ -115,7 +115,7 @@ class InputProcessor:
     def _encode_text(self, prompt: str) -> list[int]:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: give the prompt as a list of token ids")
-        limit = self._limits.max_model_len
+        limit = self.limits.max_model_len
         if len(prompt) > limit and len(prompt) > limit * self._tokenizer.longest_token:  # do not even tokenise it
             raise RequestError(
                 f"the prompt has {len(prompt)} characters, more than {limit - 1} tokens, which max_model_len {limit} "
@@ -124,7 +124,7 @@ class InputProcessor:
         return self._tokenizer.encode(prompt)
 
     def _check_params(self, params: SamplingParams) -> None:
-        limits = self._limits
+        limits = self.limits
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is None or limits.max_logprobs == -1:
@@ -149,7 +149,7 @@ class InputProcessor:
             raise ParameterError("stop", params.stop, "empty: this model has no tokenizer")
 
     def _check_vocabulary(self, name: str, token_ids: Any) -> None:
-        size = self._limits.vocab_size
+        size = self.limits.vocab_size
         wrong = next((token for token in token_ids if not 0 <= token < size), None)
         if wrong is not None:
             raise ParameterError(name, wrong, f"in the vocabulary [0, {size})")
@@ -160,14 +160,20 @@ class InputProcessor:
             return []
         if self._tokenizer is None:
             raise ParameterError("bad_words", params.bad_words, "empty: this model has no tokenizer")
-        spellings = [w for word in params.bad_words for w in (word.lstrip(), " " + word.lstrip())]
+        words = {word.lstrip() for word in params.bad_words}
+        too_many = ParameterError("bad_words", f"{len(params.bad_words)} words", f"at most {MAX_BAD_WORDS // 2} words")
+        too_long = ParameterError("bad_words", params.bad_words, f"words of at most {MAX_BAD_WORD_LEN} tokens")
+        if len(words) > MAX_BAD_WORDS:  # do not even tokenise them
+            raise too_many
+        if max(map(len, words)) > MAX_BAD_WORD_LEN * self._tokenizer.longest_token:
+            raise too_long
+        spellings = [spelling for word in sorted(words) for spelling in (word, " " + word)]
         encoded = [self._tokenizer.encode(word, add_special_tokens=False) for word in spellings]
         unique = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in encoded if ids)]
         if len(unique) > MAX_BAD_WORDS:
-            raise ParameterError("bad_words", f"{len(params.bad_words)} words", f"at most {MAX_BAD_WORDS // 2} words")
-        longest = max(unique, key=len)
-        if len(longest) > MAX_BAD_WORD_LEN:
-            raise ParameterError("bad_words", params.bad_words, f"words of at most {MAX_BAD_WORD_LEN} tokens")
+            raise too_many
+        if max(map(len, unique)) > MAX_BAD_WORD_LEN:
+            raise too_long
         return unique
 
 
