@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 try:
     import generation_pb2_grpc as rpc
@@ -26,12 +27,16 @@ try:
     from options import CHANNEL_OPTIONS, check_token, engine_options, parser, server_credentials
     from service import SERVICE, Generation
 
-    from jaxserve import AsyncLLM, EngineDeadError
+    import jaxserve
+    from jaxserve import EngineDeadError
 except ModuleNotFoundError as error:
     sys.exit(
         f"error: {error.name} is not installed; at the root of the checkout: "
         f'.venv/bin/pip install -e ".[grpc]", then run this with .venv/bin/python'
     )
+
+if TYPE_CHECKING:
+    from jaxserve import AsyncLLM
 
 HEALTH_INTERVAL_S = 0.5
 CLOSE_S = 1.0  # for last statuses to reach their clients; health watchers end then
@@ -83,7 +88,7 @@ class Server:
             self._hurry.set()
         self._stop.set()
 
-    async def run(self, load: Callable[[], AsyncLLM]) -> None:
+    async def run(self, load: "Callable[[], AsyncLLM]") -> None:
         """Serves the engine that `load` gives; shuts it down at the end. Raises what `load` raises."""
         await self._say(alive=True, ready=False)
         await self._server.start()
@@ -100,7 +105,7 @@ class Server:
             if self.generation.engine is not None:
                 self.generation.engine.shutdown()
 
-    async def _load(self, load: Callable[[], AsyncLLM]) -> AsyncLLM | None:
+    async def _load(self, load: "Callable[[], AsyncLLM]") -> "AsyncLLM | None":
         """None when told to stop meanwhile. The thread is a daemon, so it does not hold up the end of the process."""
         loaded: concurrent.futures.Future[AsyncLLM] = concurrent.futures.Future()
 
@@ -119,7 +124,7 @@ class Server:
         loaded.add_done_callback(lambda future: None if future.exception() else future.result().shutdown())
         return None
 
-    async def _watch(self, engine: AsyncLLM) -> None:
+    async def _watch(self, engine: "AsyncLLM") -> None:
         """Until told to stop; a dead engine turns health to NOT_SERVING, and whoever reads it restarts the server."""
         while not self._stop.is_set():
             try:
@@ -151,7 +156,7 @@ async def main(options: argparse.Namespace) -> None:
     if credentials is None and options.host not in ("127.0.0.1", "::1", "[::1]", "localhost"):
         logger.warning("%s is not loopback, and without --tls-cert everything travels in plain text", options.host)
     print(f"listening on {options.host}:{server.port}", flush=True)
-    await server.run(lambda: AsyncLLM(**engine_options(options)))
+    await server.run(lambda: jaxserve.AsyncLLM(**engine_options(options)))  # imports jax in the thread that loads
 
 
 if __name__ == "__main__":

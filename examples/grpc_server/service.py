@@ -5,6 +5,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import generation_pb2 as pb
 import generation_pb2_grpc as rpc
@@ -13,7 +14,10 @@ from guard import Refusal
 from messages import params_message, params_of, prompt_of, request_id_of, responses
 
 import jaxserve
-from jaxserve import AsyncLLM, EngineDeadError, RequestOutput
+from jaxserve import EngineDeadError, RequestOutput
+
+if TYPE_CHECKING:
+    from jaxserve import AsyncLLM  # which imports jax: later, in the thread that loads the model
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -127,12 +131,12 @@ class Generation(rpc.GenerationServicer):
         if self._draining:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "the server stopped before the answer was complete")
 
-    def _serving_engine(self) -> AsyncLLM:
+    def _serving_engine(self) -> "AsyncLLM":
         if self._draining:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "the server is stopping; ask another one")
         return self._loaded_engine()
 
-    def _loaded_engine(self) -> AsyncLLM:
+    def _loaded_engine(self) -> "AsyncLLM":
         if self.engine is None:
             details = "the model is still loading; ask grpc.health.v1 when it is ready"
             raise Refusal(grpc.StatusCode.UNAVAILABLE, details)

@@ -25,7 +25,7 @@ def test_deltas_and_a_completion_for_each_sample(it):
             call = rpc.GenerationStub(channel).Generate(request(request_id="r", n=2, max_tokens=7, temperature=1.0))
             return [response async for response in call]
 
-    responses = asyncio.run(main())
+    responses = it.run(main())
     assert {r.request_id for r in responses} == {"r"}
     for index in range(2):
         mine = [e for r in responses if (e := getattr(r, r.WhichOneof("event"))).index == index]
@@ -161,7 +161,7 @@ def test_a_channel_that_goes_away_aborts_its_requests(it):
             calls = [stub.Generate(request(max_tokens=LONG)) for _ in range(8)]
             await asyncio.gather(*(call.read() for call in calls))
 
-    asyncio.run(main())
+    it.run(main())
     it.settled(running=0, aborted=aborted + 8)
 
 

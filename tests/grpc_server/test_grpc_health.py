@@ -1,8 +1,5 @@
 """Health, the KServe facade, reflection, and the ways in which the gRPC example's server ends."""
 
-import signal
-import time
-
 import grpc
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -13,10 +10,12 @@ from grpc_harness import (
     SERVING,
     WAIT_S,
     Code,
+    Running,
     guard,
     pb,
     refusal,
     request,
+    server,
     serving,
     text_of,
 )
@@ -40,7 +39,7 @@ def kserve(it, method, data=b""):
 
 def test_loading_serving_draining(tmp_path):
     gate = tmp_path / "gate"
-    with serving(ready=False, gate=str(gate)) as it:
+    with serving(ready=False, gate=str(gate), step_s=0.001) as it:
         assert it.status("", wait_for_ready=True) == SERVING
         assert it.status(SERVICE) == it.status(KSERVE_SERVICE) == NOT_SERVING
         assert it.info().state == "loading"
@@ -59,7 +58,7 @@ def test_loading_serving_draining(tmp_path):
 
         call = it.stub.Generate(request(max_tokens=1500))
         start = next(call)
-        it.process.terminate()
+        it.interrupt()
         it.health_becomes(SERVICE, NOT_SERVING)
         assert it.status("") == it.status(KSERVE_SERVICE) == NOT_SERVING
         assert it.info().state == "draining"
@@ -72,28 +71,29 @@ def test_loading_serving_draining(tmp_path):
 
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 def test_what_still_runs_after_the_grace_is_cut(how):
-    with serving("--grace-s", "0.3" if how == "grace" else "60", step_s=0.001) as it:
+    with serving(options={"grace_s": 0.3 if how == "grace" else 60.0}, step_s=0.001) as it:
         call = it.stub.Generate(request(max_tokens=LONG))
         next(call)
         watch = it.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert next(watch).status == SERVING
-        it.process.send_signal(signal.SIGINT)
+        it.interrupt()
         assert next(watch).status == NOT_SERVING
         if how == "second signal":
-            it.process.send_signal(signal.SIGTERM)
-        start = time.monotonic()
+            it.interrupt()
         code, details = refusal(call)
         assert (code, "stopped before" in details) == (Code.UNAVAILABLE, True)
-        assert it.process.wait(WAIT_S) == 0  # although a watcher is still there
-        assert time.monotonic() - start < 3  # of the 4 s that the answer would have taken, or the grace of 60
+        assert it.ended() is None  # although a watcher is still there
 
 
-def test_a_signal_during_the_load_ends_at_once(tmp_path):
-    with serving(ready=False, gate=str(tmp_path / "never")) as it:
+def test_an_interrupt_during_the_load_ends_at_once(tmp_path):
+    with serving(ready=False, gate=str(tmp_path / "gate")) as it:
         assert it.status("", wait_for_ready=True) == SERVING
+        it.interrupt()
+        assert it.ended() is None
+        (tmp_path / "gate").touch()  # for the engine's process, which ends when it has loaded
 
 
-def test_a_dead_engine_is_told_by_every_probe():
+def test_a_dead_engine_is_told_by_every_probe(caplog):
     with serving(step_s=0.001) as it:
         call = it.stub.Generate(request(max_tokens=LONG))
         next(call)
@@ -105,21 +105,18 @@ def test_a_dead_engine_is_told_by_every_probe():
         assert it.info().state == "dead"
         assert kserve(it, "ServerLive") == kserve(it, "ServerReady") == b""
         assert refusal(it.stub.Generate(request()))[0] is Code.UNAVAILABLE
-        it.process.terminate()
-        _, log = it.process.communicate(timeout=WAIT_S)
-        assert log.count("the engine died") == 1
+        assert [r.message for r in caplog.records if "died" in r.message] == [f"the engine died: {details}"]
 
 
-def test_a_model_that_cannot_load_ends_the_server_with_one_line():
-    with serving(ready=False, exit_code=1, fail=True) as it:
-        _, errors = it.process.communicate(timeout=WAIT_S)
-        assert errors.splitlines()[-1].startswith("error: the engine could not start: ValueError: no such weights")
-        it.process.returncode = 1
+def test_a_model_that_cannot_load_ends_the_server():
+    it = Running({"fail": True}, {"model_name": "echo"})
+    assert "no such weights, as planted" in str(it.ended())
+    it.channel.close()
 
 
 @pytest.fixture(scope="module")
 def it():
-    with serving("--served-model-name", "my-model", step_s=0.001) as running:
+    with serving(options={"model_name": "my-model"}, step_s=0.001) as running:
         yield running
 
 
@@ -154,9 +151,11 @@ def test_frequent_pings_do_not_end_a_silent_call():
 
 
 def test_a_port_in_use_is_an_error(it):
-    address = it.address.rpartition(":")[2]
-    with serving("--port", address, ready=False, exit_code=1) as second:
-        second.process.communicate(timeout=WAIT_S)
+    async def main():
+        server.Server(it.address, model_name="echo")
+
+    with pytest.raises(OSError, match=f"cannot listen on {it.address}: is it free?"):
+        it.run(main())
 
 
 def test_a_defect_is_logged_and_does_not_leak(caplog):
