@@ -1,7 +1,7 @@
 """What does gRPC add to a token's way, over the engine in the server's own process?
 
-A core without a model emits one token a sequence at every tick of a fixed grid, so a token's latency is its arrival less
-its tick. The same streams run twice: read in-process from `AsyncLLM`, and by grpc.aio clients of the example server.
+A core without a model emits one token a sequence at every tick of a fixed grid, so a token's latency is its arrival
+less its tick. The same streams run twice: read in-process from `AsyncLLM`, and by grpc.aio clients of the example server.
 Engine, server and clients are processes of their own. Both sides read the machine's one monotonic clock.
 
     python -m benchmarks.frontend_grpc --streams 32 --step-s 0.02

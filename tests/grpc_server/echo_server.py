@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    import jaxserve
     from gated_echo import gated_echo
+
+    import jaxserve
 
     AsyncLLM = jaxserve.AsyncLLM
     jaxserve.AsyncLLM = lambda **options: AsyncLLM.over(gated_echo, {"step_s": 0.001})
