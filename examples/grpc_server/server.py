@@ -144,8 +144,9 @@ class Server:
 
 async def main(options: argparse.Namespace) -> None:
     credentials = server_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)
+    host = f"[{options.host}]" if ":" in options.host and not options.host.startswith("[") else options.host
     server = Server(
-        f"{options.host}:{options.port}",
+        f"{host}:{options.port}",
         model_name=options.served_model_name or options.model,
         credentials=credentials,
         token=check_token(options.token),
@@ -153,9 +154,9 @@ async def main(options: argparse.Namespace) -> None:
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.interrupt)
-    if credentials is None and options.host not in ("127.0.0.1", "::1", "[::1]", "localhost"):
-        logger.warning("%s is not loopback, and without --tls-cert everything travels in plain text", options.host)
-    print(f"listening on {options.host}:{server.port}", flush=True)
+    if credentials is None and host not in ("127.0.0.1", "[::1]", "localhost"):
+        logger.warning("%s is not loopback, and without --tls-cert everything travels in plain text", host)
+    print(f"listening on {host}:{server.port}", flush=True)
     await server.run(lambda: jaxserve.AsyncLLM(**engine_options(options)))  # imports jax in the thread that loads
 
 

@@ -102,7 +102,7 @@ class Generation(rpc.GenerationServicer):
         await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        for request_id in self._active:
+        for request_id in list(self._active):
             assert self.engine is not None
             await self.engine.abort(request_id)
 

@@ -91,6 +91,7 @@ def served(it):
 
 
 def check(it, answer):
+    hypothesis.event(answer[0].name)
     assert answer[0] in HONEST, answer
     assert served(it)
 

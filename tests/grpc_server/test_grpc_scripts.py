@@ -11,8 +11,6 @@ import pytest
 from grpc_harness import (
     EXAMPLE,
     ROOT,
-    SERVICE,
-    SERVING,
     WAIT_S,
     Code,
     client,
@@ -24,7 +22,7 @@ from grpc_harness import (
     rpc,
     serving,
 )
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_tools import protoc
 
 
@@ -151,25 +149,23 @@ def test_without_the_extra_each_script_says_what_to_install(script):
 
 
 @pytest.mark.full
-def test_the_commands_of_the_readme_serve_the_demo_model():
-    commands = [line.partition("#")[0] for line in _readme().splitlines() if line.startswith(".venv/bin/python ")]
-    serve, ask = (shlex.split(next(c for c in commands if script in c))[1:] for script in ("server.py", "client.py"))
-    serve[serve.index("--port") + 1] = "0"
-    with subprocess.Popen(
-        [sys.executable, *serve], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as process:
+@pytest.mark.parametrize("block", [0, 1], ids=["plain", "TLS and token"])
+def test_the_commands_of_the_readme_serve_the_demo_model(block, tmp_path):
+    lines = re.findall(r"```sh\n(.*?)```", _readme(), flags=re.DOTALL)[block].replace("\\\n", "").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines]
+    for command in commands:
+        if command[0] == "openssl":
+            subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    serve, ask = (
+        [sys.executable, str(ROOT / command[1]), *command[2:]]
+        for command in commands
+        if command[0] == ".venv/bin/python"
+    )
+    setting = {"cwd": tmp_path, "env": environment(JAXSERVE_TOKEN="t"), "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*serve, "--port", "0"], **setting) as process:
         try:
             address = process.stdout.readline().split()[-1]
-            with grpc.insecure_channel(address) as channel:
-                watch = health_pb2_grpc.HealthStub(channel).Watch(
-                    health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True, timeout=300
-                )
-                assert any(response.status == SERVING for response in watch)
-                watch.cancel()
-                info = rpc.GenerationStub(channel).GetModelInfo(pb.GetModelInfoRequest())
-                assert (info.name, info.vocab_size) == ("smollm2-135m", 49152)
-            ask += ["--temperature", "0", "--address", address]
-            asked = subprocess.run([sys.executable, *ask], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+            asked = subprocess.run([*ask, "--temperature", "0", "--address", address], **setting, check=True)
             assert "Paris" in asked.stdout
         finally:
             process.terminate()
