@@ -60,12 +60,16 @@ def values(field):
 
 
 def fields(descriptor):
-    """Any subset of a message's fields, as keywords; of a oneof, at most one."""
+    """Up to four of a message's fields, as keywords, and of each oneof at most one."""
     free = [f for f in descriptor.fields if f.containing_oneof is None or len(f.containing_oneof.fields) == 1]
     groups = [o.fields for o in descriptor.oneofs if len(o.fields) > 1]
-    parts = [st.fixed_dictionaries({}, optional={f.name: values(f) for f in free})]
-    parts += [st.one_of(st.just({}), *(st.fixed_dictionaries({f.name: values(f)}) for f in g)) for g in groups]
+    parts = [st.lists(st.sampled_from(free), max_size=4, unique=True).flatmap(keywords)] if free else []
+    parts += [st.lists(st.sampled_from(list(group)), max_size=1).flatmap(keywords) for group in groups]
     return st.tuples(*parts).map(lambda found: {name: value for part in found for name, value in part.items()})
+
+
+def keywords(chosen):
+    return st.fixed_dictionaries({field.name: values(field) for field in chosen})
 
 
 @pytest.fixture(scope="module")
