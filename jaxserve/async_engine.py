@@ -140,15 +140,14 @@ class AsyncLLM:
             raise ValueError("this model has no tokenizer")
         return self._tokenizer
 
-    @property
-    def limits(self) -> RequestLimits:
-        """What one request may hold: its length, the vocabulary, logprobs."""
-        return self._inputs.limits
-
-    @property
-    def default_sampling_params(self) -> SamplingParams:
+    def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means for this model."""
         return self._inputs.default_sampling_params
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What the engine can hold."""
+        return self._inputs.limits
 
     @property
     def is_running(self) -> bool:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -111,7 +112,10 @@ class Server:
 
         def run() -> None:
             try:
-                loaded.set_result(load())
+                engine = load()
+                gc.collect()
+                gc.freeze()  # else each full collection walks over jax's modules, and all streams wait for 0.1 s
+                loaded.set_result(engine)
             except BaseException as error:
                 loaded.set_exception(error)
 

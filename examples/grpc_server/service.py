@@ -49,7 +49,7 @@ class Generation(rpc.GenerationServicer):
         with self._claim(request_id_of(request)) as request_id:
             stream = engine.generate(
                 prompt_of(request),
-                params_of(request, engine.default_sampling_params),
+                params_of(request, engine.get_default_sampling_params()),
                 request_id,
                 priority=request.priority,
                 deadline=time_left_s,
@@ -77,7 +77,7 @@ class Generation(rpc.GenerationServicer):
             max_model_len=engine.limits.max_model_len,
             vocab_size=engine.limits.vocab_size,
             max_logprobs=engine.limits.max_logprobs,
-            default_sampling_params=params_message(engine.default_sampling_params),
+            default_sampling_params=params_message(engine.get_default_sampling_params()),
         )
 
     async def GetServerInfo(

@@ -9,8 +9,21 @@ from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
 from jaxserve.engine_messages import Facts
 
 
-class LogprobsCore(EchoCore):
-    """Gives made-up logprobs: the token itself at -0.5, the next token id at -1.5."""
+class TellingCore(EchoCore):
+    """Gives made-up logprobs (the token itself at -0.5, the next token id at -1.5), and tells the last request."""
+
+    _last: CoreRequest | None = None
+
+    def add_request(self, request: CoreRequest) -> None:
+        super().add_request(request)
+        self._last = request
+
+    def get_metrics(self) -> dict[str, float]:
+        if self._last is None:
+            return super().get_metrics()
+        left_s = (self._last.deadline or 0.0) - self._last.arrival_time
+        last = {"priority": self._last.priority, "left_s": left_s, "salt": float(self._last.cache_salt or "nan")}
+        return {**super().get_metrics(), **last}
 
     def _advance(self, request: CoreRequest) -> CoreOutput:
         first = not self._positions[request.seq_id]
@@ -32,4 +45,4 @@ def gated_echo(config: dict) -> tuple[EchoCore, Facts]:
         time.sleep(0.01)
     facts = echo(config)[1]
     facts.generation_config = {"top_k": 7}
-    return LogprobsCore(config), facts
+    return TellingCore(config), facts

@@ -50,6 +50,19 @@ def test_without_streaming_one_delta_holds_all(it):
     assert (second.completion.finish_reason, second.completion.num_completion_tokens) == ("length", 9)
 
 
+def test_priority_salt_and_deadline_reach_the_engine(it):
+    message = pb.GenerateRequest(text="abc", priority=-5, cache_salt="17")
+    assert text_of(it.stub.Generate(message, timeout=50)) == ("abc" * 6)[:16]
+    metrics = it.info().metrics
+    assert (metrics["priority"], metrics["salt"]) == (-5, 17)
+    assert 40 < metrics["left_s"] < 51
+    assert text_of(it.stub.Generate(pb.GenerateRequest(text="abc")))
+    metrics = it.info().metrics
+    assert metrics["priority"] == 0
+    assert metrics["left_s"] < 0
+    assert metrics["salt"] != metrics["salt"]  # none
+
+
 def test_a_stop_string_is_named_in_the_completion(it):
     responses = list(it.stub.Generate(request("abcdef", stop=["de"], max_tokens=100)))
     completion = responses[-1].completion
