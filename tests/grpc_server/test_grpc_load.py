@@ -6,7 +6,10 @@ import resource
 
 import grpc
 import pytest
+from gated_echo import gated_echo
 from grpc_harness import Code, request, rpc, serving, text_of
+
+from benchmarks.frontend_grpc import over_grpc
 
 NUM_TOKENS = 60
 
@@ -65,3 +68,14 @@ def test_memory_stays_flat_under_load(caplog):
         check_rounds(it, streams=256, rounds=30, caplog=caplog)
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 32 << 10
+
+
+def test_the_load_benchmarks_front_end_reads_and_drops_streams():
+    async def main():
+        async with over_grpc(gated_echo, {"step_s": 0.001}) as (client, _, num_running):
+            texts = []
+            await client.generate(9, lambda text: texts.append(text) is None)
+            await client.generate(4000, lambda text: False)
+            return "".join(texts), await num_running()
+
+    assert asyncio.run(main()) == ("\x01" * 9, 0)
