@@ -26,7 +26,7 @@ CHANNEL_OPTIONS = [
 
 
 def parser() -> argparse.ArgumentParser:
-    """The server's options; those of the engine are `jaxserve info`'s."""
+    """The server's options, and those of the engine, which all commands of jaxserve share."""
     parser = argparse.ArgumentParser(
         description="Serve a language model over gRPC. Binds loopback; set TLS and a token before you open it wider.",
         allow_abbrev=False,
@@ -47,9 +47,6 @@ def parser() -> argparse.ArgumentParser:
         "--grace-s", type=float, default=20.0, help="how long running requests may go on after SIGTERM [default: 20]"
     )
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--max-num-queued-reqs", type=int, help="more waiting sequences are refused [default: no limit]"
-    )
     for name, option in ENGINE_OPTIONS.items():
         kind = {"action": argparse.BooleanOptionalAction} if option.type is bool else {"type": option.type}
         unset = f" [default: {option.unset}]" if option.unset else ""
@@ -60,8 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 def engine_options(options: argparse.Namespace) -> dict[str, object]:
     """The arguments of `AsyncLLM` that were given."""
-    names = [*ENGINE_OPTIONS, "max_num_queued_reqs"]
-    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return {name: value for name, value in vars(options).items() if name in ENGINE_OPTIONS and value is not None}
 
 
 def check_token(token: str | None) -> str | None:

@@ -42,6 +42,8 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     "kv_cache_memory_bytes": Opt(int, "Bytes of the KV cache.", unset="1 GiB on CPU, what the weights leave elsewhere"),
     "max_num_seqs": Opt(int, "Most sequences in one step.", unset="32 on CPU, 256 elsewhere"),
     "max_num_batched_tokens": Opt(int, "Most tokens in one step.", unset="512 on CPU, 8192 elsewhere"),
+    "max_num_queued_reqs": Opt(int, "Most sequences that may wait; more are refused.", unset="no limit"),
+    "max_num_queued_tokens": Opt(int, "Most prompt tokens that may wait; more are refused.", unset="no limit"),
     "scheduling_policy": Opt(
         str, "fcfs (first come, first served), or priority (the lower value goes first).", unset="fcfs"
     ),

@@ -166,3 +166,9 @@ def test_the_token_comes_from_the_environment_too(monkeypatch):
     monkeypatch.setenv("JAXSERVE_TOKEN", "from the environment")
     assert options.parser().parse_args(["--model", "m"]).token == "from the environment"
     assert options.parser().parse_args(["--model", "m", "--token", "t"]).token == "t"
+
+
+def test_the_engine_gets_the_options_that_were_given():
+    given = ["--model", "m", "--max-num-queued-reqs", "5", "--no-async-scheduling", "--port", "0"]
+    engine = options.engine_options(options.parser().parse_args(given))
+    assert engine == {"model": "m", "max_num_queued_reqs": 5, "async_scheduling": False}
