@@ -53,11 +53,14 @@ def params_of(request: pb.GenerateRequest, defaults: SamplingParams) -> Sampling
     return dataclasses.replace(defaults, **options, output_kind=kind)
 
 
-def structured_outputs_of(message: pb.StructuredOutputs) -> Any:
-    """The value of `SamplingParams.structured_outputs`."""
-    if message.WhichOneof("constraint") is None:
+def structured_outputs_of(message: pb.StructuredOutputs) -> dict[str, Any]:
+    """The value of `SamplingParams.structured_outputs`, which says itself whether it is served."""
+    kind = message.WhichOneof("constraint")
+    if kind is None:
         raise ValueError("structured_outputs must hold json_schema, regex, choice, grammar or json_object, got none")
-    raise NotImplementedError(f"structured_outputs.{message.WhichOneof('constraint')} is not supported yet")
+    if kind == "choice":
+        return {kind: list(message.choice.choices)}
+    return {"json" if kind == "json_schema" else kind: getattr(message, kind)}
 
 
 def params_message(params: SamplingParams) -> pb.SamplingParams:
