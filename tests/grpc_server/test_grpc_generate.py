@@ -125,11 +125,6 @@ def test_a_bad_field_is_named(it, message, named):
     assert (code, named in details) == (Code.INVALID_ARGUMENT, True), details
 
 
-def test_a_constraint_is_not_served_yet(it):
-    refused = refusal(it.stub.Generate(request(structured_outputs=pb.StructuredOutputs(regex="x"))))
-    assert refused == (Code.UNIMPLEMENTED, "structured_outputs is not supported yet; leave it out")
-
-
 @pytest.mark.parametrize(
     ("message", "options"),
     [
