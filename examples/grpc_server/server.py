@@ -168,5 +168,10 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         asyncio.run(main(parser().parse_args()))
-    except (EngineDeadError, ValueError, OSError) as error:  # a model that cannot load, a bad option
+    except (
+        EngineDeadError,
+        ValueError,
+        NotImplementedError,
+        OSError,
+    ) as error:  # a model that cannot load, a bad option
         sys.exit(f"error: {error}")

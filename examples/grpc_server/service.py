@@ -124,12 +124,11 @@ class Generation(rpc.GenerationServicer):
 
     def _check_not_cut(self, output: RequestOutput) -> None:
         """Raises Refusal where the server, not the client, has ended the request early."""
-        if not output.finished or output.outputs[-1].finish_reason != "abort":
-            return
-        if output.outputs[-1].stop_reason == "deadline":
-            raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the answer was complete")
-        if self._draining:
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, "the server stopped before the answer was complete")
+        for sample in output.outputs:
+            if sample.finish_reason == "abort" and sample.stop_reason == "deadline":
+                raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the answer was complete")
+            if sample.finish_reason == "abort" and self._draining:
+                raise Refusal(grpc.StatusCode.UNAVAILABLE, "the server stopped before the answer was complete")
 
     def _serving_engine(self) -> "AsyncLLM":
         if self._draining:

@@ -209,8 +209,9 @@ def test_a_deadline_that_has_passed_is_refused_before_the_engine():
 
 
 def test_an_end_by_the_engines_own_clock_is_a_deadline_too():
-    sample = CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort", stop_reason="deadline")
-    output = RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1], outputs=[sample], finished=True)
+    late = CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort", stop_reason="deadline")
+    done = CompletionOutput(index=1, text="a", token_ids=[97], finish_reason="length")
+    output = RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1], outputs=[late, done], finished=True)
     with pytest.raises(service.Refusal, match="before the answer was complete") as caught:
         service.Generation("m")._check_not_cut(output)
     assert caught.value.code is Code.DEADLINE_EXCEEDED
