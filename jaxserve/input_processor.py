@@ -172,14 +172,20 @@ class InputProcessor:
             return []
         if self._tokenizer is None:
             raise ParameterError("bad_words", params.bad_words, "empty: this model has no tokenizer")
-        spellings = [w for word in params.bad_words for w in (word.lstrip(), " " + word.lstrip())]
+        words = {word.lstrip() for word in params.bad_words}
+        too_many = ParameterError("bad_words", f"{len(params.bad_words)} words", f"at most {MAX_BAD_WORDS // 2} words")
+        too_long = ParameterError("bad_words", params.bad_words, f"words of at most {MAX_BAD_WORD_LEN} tokens")
+        if len(words) > MAX_BAD_WORDS:  # do not even tokenise them
+            raise too_many
+        if max(map(len, words)) > MAX_BAD_WORD_LEN * self._tokenizer.longest_token:
+            raise too_long
+        spellings = [spelling for word in sorted(words) for spelling in (word, " " + word)]
         encoded = [self._tokenizer.encode(word, add_special_tokens=False) for word in spellings]
         unique = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in encoded if ids)]
         if len(unique) > MAX_BAD_WORDS:
-            raise ParameterError("bad_words", f"{len(params.bad_words)} words", f"at most {MAX_BAD_WORDS // 2} words")
-        longest = max(unique, key=len)
-        if len(longest) > MAX_BAD_WORD_LEN:
-            raise ParameterError("bad_words", params.bad_words, f"words of at most {MAX_BAD_WORD_LEN} tokens")
+            raise too_many
+        if max(map(len, unique)) > MAX_BAD_WORD_LEN:
+            raise too_long
         return unique
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10generation.proto\x12\x0bjaxserve.v1\"\x81\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12\x34\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParams\x12\x15\n\x08priority\x18\x05 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x06 \x01(\tH\x03\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x0b\n\t_priorityB\r\n\x0b_cache_salt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf6\x06\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\'\n\x1ainclude_stop_str_in_output\x18\x0e \x01(\x08H\x0b\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\r\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x11 \x01(\x08H\x0e\x88\x01\x01\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.jaxserve.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x13 \x03(\r\x12\x11\n\tbad_words\x18\x14 \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokens\"\x97\x01\n\x10GenerateResponse\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.jaxserve.v1.DeltaH\x00\x12-\n\ncompletion\x18\x03 \x01(\x0b\x32\x17.jaxserve.v1.CompletionH\x00\x42\x07\n\x05\x65ventB\r\n\x0b_request_id\"T\n\x05\x44\x65lta\x12\x12\n\x05index\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04text\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\rB\x08\n\x06_indexB\x07\n\x05_text\"\xb2\x02\n\nCompletion\x12\x12\n\x05index\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04text\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1a\n\rfinish_reason\x18\x04 \x01(\tH\x03\x88\x01\x01\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x1e\n\x11num_prompt_tokens\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x1e\n\x11num_cached_tokens\x18\x08 \x01(\rH\x05\x88\x01\x01\x42\r\n\x0bstop_reasonB\x08\n\x06_indexB\x07\n\x05_textB\x10\n\x0e_finish_reasonB\x14\n\x12_num_prompt_tokensB\x14\n\x12_num_cached_tokens\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse2\x97\x01\n\nGeneration\x12I\n\x08Generate\x12\x1c.jaxserve.v1.GenerateRequest\x1a\x1d.jaxserve.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10generation.proto\x12\x0bjaxserve.v1\"\xa1\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12\x34\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParams\x12\x15\n\x08priority\x18\x05 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x06 \x01(\tH\x03\x88\x01\x01\x12\x13\n\x06stream\x18\x07 \x01(\x08H\x04\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\t\n\x07_stream\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb0\x08\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\'\n\x1ainclude_stop_str_in_output\x18\x0e \x01(\x08H\x0b\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\r\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x11 \x01(\x08H\x0e\x88\x01\x01\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.jaxserve.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x13 \x03(\r\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12\x15\n\x08logprobs\x18\x15 \x01(\x05H\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x16 \x01(\x05H\x10\x88\x01\x01\x12\x17\n\ndetokenize\x18\x17 \x01(\x08H\x11\x88\x01\x01\x12:\n\x12structured_outputs\x18\x18 \x01(\x0b\x32\x1e.jaxserve.v1.StructuredOutputs\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\r\n\x0b_detokenize\"\x9a\x01\n\x11StructuredOutputs\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x13.jaxserve.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x42\x0c\n\nconstraint\"\x19\n\x06\x43hoice\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\xcf\x01\n\x10GenerateResponse\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x36\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1b.jaxserve.v1.PromptLogprobsH\x00\x12#\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x12.jaxserve.v1.DeltaH\x00\x12-\n\ncompletion\x18\x04 \x01(\x0b\x32\x17.jaxserve.v1.CompletionH\x00\x42\x07\n\x05\x65ventB\r\n\x0b_request_id\"X\n\x0ePromptLogprobs\x12\x12\n\x05start\x18\x01 \x01(\rH\x00\x88\x01\x01\x12(\n\tpositions\x18\x02 \x03(\x0b\x32\x15.jaxserve.v1.LogprobsB\x08\n\x06_start\"}\n\x05\x44\x65lta\x12\x12\n\x05index\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04text\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x08logprobs\x18\x04 \x03(\x0b\x32\x15.jaxserve.v1.LogprobsB\x08\n\x06_indexB\x07\n\x05_text\"N\n\x08Logprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\t\"\xf9\x02\n\nCompletion\x12\x12\n\x05index\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\rfinish_reason\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1e\n\x11num_prompt_tokens\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\"\n\x15num_completion_tokens\x18\x06 \x01(\rH\x04\x88\x01\x01\x12\x1e\n\x11num_cached_tokens\x18\x07 \x01(\rH\x05\x88\x01\x01\x12\x1f\n\x12\x63umulative_logprob\x18\x08 \x01(\x01H\x06\x88\x01\x01\x42\r\n\x0bstop_reasonB\x08\n\x06_indexB\x10\n\x0e_finish_reasonB\x14\n\x12_num_prompt_tokensB\x18\n\x16_num_completion_tokensB\x14\n\x12_num_cached_tokensB\x15\n\x13_cumulative_logprob\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\xf2\x01\n\x14GetModelInfoResponse\x12\x11\n\x04name\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rmax_model_len\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nvocab_size\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x19\n\x0cmax_logprobs\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12<\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x05 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParamsB\x07\n\x05_nameB\x10\n\x0e_max_model_lenB\r\n\x0b_vocab_sizeB\x0f\n\r_max_logprobs\"\x16\n\x14GetServerInfoRequest\"\xa7\x02\n\x15GetServerInfoResponse\x12\x14\n\x07version\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05state\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x08uptime_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12 \n\x13num_active_requests\x18\x04 \x01(\rH\x03\x88\x01\x01\x12@\n\x07metrics\x18\x05 \x03(\x0b\x32/.jaxserve.v1.GetServerInfoResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_versionB\x08\n\x06_stateB\x0b\n\t_uptime_sB\x16\n\x14_num_active_requests2\xc4\x02\n\nGeneration\x12I\n\x08Generate\x12\x1c.jaxserve.v1.GenerateRequest\x1a\x1d.jaxserve.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .jaxserve.v1.GetModelInfoRequest\x1a!.jaxserve.v1.GetModelInfoResponse\x12V\n\rGetServerInfo\x12!.jaxserve.v1.GetServerInfoRequest\x1a\".jaxserve.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_GETSERVERINFORESPONSE_METRICSENTRY']._loaded_options = None
+  _globals['_GETSERVERINFORESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=34
-  _globals['_GENERATEREQUEST']._serialized_end=291
-  _globals['_TOKENIDS']._serialized_start=293
-  _globals['_TOKENIDS']._serialized_end=316
-  _globals['_SAMPLINGPARAMS']._serialized_start=319
-  _globals['_SAMPLINGPARAMS']._serialized_end=1205
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=896
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=944
-  _globals['_GENERATERESPONSE']._serialized_start=1208
-  _globals['_GENERATERESPONSE']._serialized_end=1359
-  _globals['_DELTA']._serialized_start=1361
-  _globals['_DELTA']._serialized_end=1445
-  _globals['_COMPLETION']._serialized_start=1448
-  _globals['_COMPLETION']._serialized_end=1754
-  _globals['_ABORTREQUEST']._serialized_start=1756
-  _globals['_ABORTREQUEST']._serialized_end=1791
-  _globals['_ABORTRESPONSE']._serialized_start=1793
-  _globals['_ABORTRESPONSE']._serialized_end=1808
-  _globals['_GENERATION']._serialized_start=1811
-  _globals['_GENERATION']._serialized_end=1962
+  _globals['_GENERATEREQUEST']._serialized_end=323
+  _globals['_TOKENIDS']._serialized_start=325
+  _globals['_TOKENIDS']._serialized_end=348
+  _globals['_SAMPLINGPARAMS']._serialized_start=351
+  _globals['_SAMPLINGPARAMS']._serialized_end=1423
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1066
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1114
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1426
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1580
+  _globals['_CHOICE']._serialized_start=1582
+  _globals['_CHOICE']._serialized_end=1607
+  _globals['_GENERATERESPONSE']._serialized_start=1610
+  _globals['_GENERATERESPONSE']._serialized_end=1817
+  _globals['_PROMPTLOGPROBS']._serialized_start=1819
+  _globals['_PROMPTLOGPROBS']._serialized_end=1907
+  _globals['_DELTA']._serialized_start=1909
+  _globals['_DELTA']._serialized_end=2034
+  _globals['_LOGPROBS']._serialized_start=2036
+  _globals['_LOGPROBS']._serialized_end=2114
+  _globals['_COMPLETION']._serialized_start=2117
+  _globals['_COMPLETION']._serialized_end=2494
+  _globals['_ABORTREQUEST']._serialized_start=2496
+  _globals['_ABORTREQUEST']._serialized_end=2531
+  _globals['_ABORTRESPONSE']._serialized_start=2533
+  _globals['_ABORTRESPONSE']._serialized_end=2548
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2550
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2571
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2574
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2816
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2818
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2840
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2843
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3138
+  _globals['_GETSERVERINFORESPONSE_METRICSENTRY']._serialized_start=3033
+  _globals['_GETSERVERINFORESPONSE_METRICSENTRY']._serialized_end=3079
+  _globals['_GENERATION']._serialized_start=3141
+  _globals['_GENERATION']._serialized_end=3465
 # @@protoc_insertion_point(module_scope)

@@ -44,14 +44,24 @@ class GenerationStub:
                 request_serializer=generation__pb2.AbortRequest.SerializeToString,
                 response_deserializer=generation__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.GetModelInfo = channel.unary_unary(
+                '/jaxserve.v1.Generation/GetModelInfo',
+                request_serializer=generation__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=generation__pb2.GetModelInfoResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/jaxserve.v1.Generation/GetServerInfo',
+                request_serializer=generation__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=generation__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams `Delta`s as tokens come, then one `Completion` for each of the n samples. Cancelling the call aborts the
-        request. INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full; UNAVAILABLE: no engine (yet).
+        """Streams `Delta`s as tokens come and, at the end of each of the n samples, its `Completion`. Cancelling the call, or
+        passing its deadline, ends the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -59,6 +69,19 @@ class GenerationServicer:
 
     def Abort(self, request, context):
         """Ends requests early; their streams end with finish_reason "abort". Unknown ids are ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModelInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """Answers in every state, also while the model is loading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,6 +99,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=generation__pb2.AbortRequest.FromString,
                     response_serializer=generation__pb2.AbortResponse.SerializeToString,
+            ),
+            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModelInfo,
+                    request_deserializer=generation__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=generation__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=generation__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=generation__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +165,60 @@ class Generation:
             '/jaxserve.v1.Generation/Abort',
             generation__pb2.AbortRequest.SerializeToString,
             generation__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Generation/GetModelInfo',
+            generation__pb2.GetModelInfoRequest.SerializeToString,
+            generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Generation/GetServerInfo',
+            generation__pb2.GetServerInfoRequest.SerializeToString,
+            generation__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

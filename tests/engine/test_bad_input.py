@@ -162,6 +162,7 @@ FOR_THIS_MODEL = [
     ("stop_token_ids", {"stop_token_ids": list(range(100))}, "at most 63 ids"),
     ("bad_words", {"bad_words": [f"w{i}" for i in range(40)]}, "at most 16 words"),
     ("bad_words", {"bad_words": ["zqzqzqzqzqzqzqzqzqzq"]}, "words of at most 8 tokens"),
+    ("bad_words", {"bad_words": ["z" * 10_000_000]}, "words of at most 8 tokens"),
 ]
 
 
