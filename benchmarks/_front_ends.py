@@ -146,4 +146,10 @@ async def over_http(config: dict) -> AsyncGenerator[Running]:
     await asyncio.to_thread(process.join)
 
 
-FRONT_ENDS = {"http": over_http}  # by name: made of the core's config
+def over_grpc(config: dict) -> contextlib.AbstractAsyncContextManager[Running]:
+    from benchmarks import frontend_grpc  # needs the extra [grpc]
+
+    return frontend_grpc.over_grpc(paced, config)
+
+
+FRONT_ENDS = {"http": over_http, "grpc": over_grpc}  # by name: made of the core's config

@@ -12,7 +12,7 @@ import importlib
 import itertools
 import multiprocessing
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks._front_ends import Running
 from jaxserve import AsyncLLM
 from jaxserve.engine_process import CoreFactory
 
@@ -62,9 +63,7 @@ class Grpc:
 
 
 @contextlib.asynccontextmanager
-async def over_grpc(
-    factory: CoreFactory, config: Any
-) -> AsyncGenerator[tuple[Grpc, int, Callable[[], Awaitable[float]]]]:
+async def over_grpc(factory: CoreFactory, config: Any) -> AsyncGenerator[Running]:
     """A loaded server over `factory(config)`, whose core must count `running` in its metrics."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -79,7 +78,7 @@ async def over_grpc(
         ]
         await until_ready(channels[0])
         client = Grpc(channels)
-        yield client, process.pid, client.num_running
+        yield Running(client, process.pid, client.num_running)
     ours.send("stop")
     await asyncio.to_thread(process.join)
 

@@ -54,6 +54,7 @@ class Generation(rpc.GenerationServicer):
                 priority=request.priority,
                 deadline=time_left_s,
                 cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+                trace_headers=dict(context.invocation_metadata() or ()),
             )
             num_tokens: dict[int, int] = {}
             async with contextlib.aclosing(stream):  # a cancelled call ends here, and the request with it
