@@ -59,7 +59,7 @@ def random_options(rng):
         cache_salt=rng.choice([None, None, None, "a", "b"]),
         adapter=rng.choice([None, None, None, "a"]),
         skip_reading_prefix_cache=rng.random() < 0.1,
-        held=rng.random() < 0.2,
+        held=rng.random() < 0.1,
         sampling=rng.randint(0, 99),
     )
 

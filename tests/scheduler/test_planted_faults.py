@@ -124,7 +124,7 @@ SCHEDULERS = [
 def machine_fails(scheduler=Scheduler, pool=PagePool) -> None:
     with pytest.raises((AssertionError, IndexError)):  # a fault may trip the scheduler before the checks
         # One failure is enough: no shrinking.
-        run(machine(scheduler, pool), max_examples=400, derandomize=True, database=None, phases=[Phase.generate])
+        run(machine(scheduler, pool), max_examples=3000, derandomize=True, database=None, phases=[Phase.generate])
 
 
 @pytest.mark.parametrize("fault", SCHEDULERS)
