@@ -96,6 +96,9 @@ def test_openai_names_for_the_same():
     assert structured_outputs_of(wrapper) == StructuredOutputsParams(json=SCHEMA)
     assert structured_outputs_of({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
     assert structured_outputs_of({"type": "text"}) is structured_outputs_of(None) is None
+    assert structured_outputs_of({"type": "text"}, {"regex": "a"}) == StructuredOutputsParams(regex="a")
+    with pytest.raises(ParameterError, match="structured_outputs must be left out: it and response_format exclude"):
+        structured_outputs_of(wrapper, {"regex": "a"})
 
 
 @pytest.mark.parametrize(
