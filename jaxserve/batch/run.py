@@ -93,8 +93,8 @@ def run_batch(
 ) -> None:
     """Does the parts of a shard that are not done yet; `totals`, from `count_done`, grows meanwhile.
 
-    At most two windows of rows are in memory: the next one is read when all rows of one are in the engine, so that it
-    never runs dry, but not before the last row of the one before is done.
+    Rows of at most two windows are open: the next one is taken when all rows of one are in the engine, so that it never
+    runs dry, but not before the last row of the one before is done. Grain has one more window and a few parts ready.
 
     Args:
         seed: with a row's number it gives the seed of rows that name none.

@@ -194,7 +194,7 @@ def test_a_full_queue_makes_rows_wait(job):
     assert core.most_running == 3
 
 
-def test_two_windows_are_in_memory_at_most(job, monkeypatch):
+def test_three_windows_and_the_read_ahead_are_in_memory_at_most(job, monkeypatch):
     rows = rows_of(64, temperature=0)
     rows[0]["max_tokens"] = 500  # holds the first window open
     read = []

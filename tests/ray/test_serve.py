@@ -11,7 +11,8 @@ import pytest
 from ray import serve
 
 import jaxserve.ray
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, ParameterError, SamplingParams
+from jaxserve.server.errors import as_api_error
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 8, "warm_up": "off", "dtype": "float32"}
@@ -53,6 +54,13 @@ def test_a_stream_and_an_error_pass_through(url, expected):
     assert wrong.status_code == 400
     assert "max_tokens" in wrong.text
     assert complete(url, PROMPTS[0])["choices"][0]["text"] == expected[0]
+
+
+def test_an_error_that_only_the_engine_finds_is_answered_as_by_one_server(url):
+    body = {"model": "smollm2-135m", "prompt": [1, 10**6], "max_tokens": 2}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    expected = as_api_error(ParameterError("prompt token ids", 10**6, "in the vocabulary [0, 49152)"))
+    assert (answer.status_code, answer.content) == (400, expected.body())
 
 
 def test_prompts_that_begin_alike_find_their_prefix_cached(url):
