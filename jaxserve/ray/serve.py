@@ -120,8 +120,9 @@ class RemoteLLM:
         cache_salt: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """As `AsyncLLM.generate`, without a deadline. A request whose replica dies starts again on another, unless some of its deltas were
-        handed over already.
+        """As `AsyncLLM.generate`, without a deadline.
+
+        A request whose replica dies starts again on another, unless some of its deltas were handed over already.
 
         Raises:
             RequestError, ParameterError, TypeError: as `AsyncLLM.generate`.
