@@ -6,9 +6,9 @@ import signal
 import socket
 
 import httpx
-import psutil
 import pytest
 from ray import serve
+from ray_processes import processes
 
 import jaxserve.ray
 from jaxserve import LLM, ParameterError, SamplingParams
@@ -73,11 +73,7 @@ def test_prompts_that_begin_alike_find_their_prefix_cached(url):
 
 @pytest.mark.parametrize("victim", ["replica", "engine"])
 def test_no_request_is_lost_when_a_process_is_killed(url, expected, victim):
-    replicas = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "ray::ServeReplica:default:engine" in " ".join(p.info["cmdline"] or ())
-    ]
+    replicas = processes("ray::ServeReplica:default:engine")
     target = replicas[0] if victim == "replica" else replicas[0].children()[-1]
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = [pool.submit(complete, url, prompt) for prompt in PROMPTS]
