@@ -66,20 +66,6 @@ def test_rows_are_answered_and_bad_ones_say_why(cluster, expected):
     assert "7.0" in by_id[4]["error"]
 
 
-def test_rows_that_are_malformed_or_end_as_errors_cost_themselves_alone(cluster):
-    rows = [
-        {"id": 0, "messages": ["hi"]},
-        {"id": 1, "messages": [None]},
-        {"id": 2, "messages": ["hi"], "sampling_params": {"logprobs": 2, "allowed_token_ids": None}},
-    ]
-    dataset = ray.data.from_items(rows, override_num_blocks=1)
-    answered = jaxserve.ray.generate(dataset, "smollm2-135m", sampling_params=GREEDY, **OPTIONS).take_all()
-    errors = {row["id"]: row["error"] for row in answered}
-    assert "a message must be a dict" in errors[0]
-    assert "a message must be a dict" in errors[1]
-    assert "logprobs must be left out in a dataset" in errors[2]
-
-
 def test_a_mistake_in_the_stages_parameters_ends_the_dataset(cluster):
     wrong = {"sampling_params": {"temprature": 1}, **OPTIONS}
     with pytest.raises(Exception, match="did you mean temperature"):
