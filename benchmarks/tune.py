@@ -1,7 +1,7 @@
 """Finds the fastest tilings of the paged attention kernels on this GPU and writes the table that they read.
 
 Every tiling that fits the shared memory is timed over the shapes of `shapes.py`, at each head_dim; the best by the
-geometric mean of its times over the default's wins, if it is ahead by a hundredth.
+geometric mean of its times over the computed one's wins, if it is ahead by a hundredth, or else the computed one does.
 
     python -m benchmarks.tune [--kernel decode|prefill] [--head-dim 64 128 256] [--write]
 """
@@ -22,18 +22,17 @@ from benchmarks import shapes
 from benchmarks.paged_attention import attention_s, cache
 from jaxserve.pallas_kernels.paged_attention import AttentionBatch, mosaic_gpu
 
-AHEAD = 0.99  # of the default's time; less is noise
+AHEAD = 0.99  # of the computed tiling's time; less is noise
 TABLE = Path(mosaic_gpu.__file__).with_name("tilings.json")
 
 
 def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
-    """Tilings that fit: queries, then stages of a block of keys and one of values."""
-    rows = mosaic_gpu.ROWS
+    """Tilings that fit."""
     found = []
     for block, stages, pairs in itertools.product((32, 64, 128), (2, 3, 4, 6), (1, 2) if kernel == "decode" else (1,)):
-        queries = (rows if kernel == "decode" else 2 * rows) * head_dim * 2
-        if pairs * (queries + stages * 2 * block * head_dim * 2) <= mosaic_gpu.SHARED_MEMORY_BYTES:
-            found.append({"block": block, "stages": stages} | ({"pairs": pairs} if kernel == "decode" else {}))
+        tiling = {"block": block, "stages": stages} | ({"pairs": pairs} if kernel == "decode" else {})
+        if mosaic_gpu.shared_bytes(kernel, head_dim, **tiling) <= mosaic_gpu.SHARED_MEMORY_BYTES:
+            found.append(tiling)
     return found
 
 
@@ -62,11 +61,11 @@ def _prefill_s(shape: shapes.Prefill, head_dim: int) -> float:
     return attention_s(q, kv, batch, calls=10)
 
 
-def best(kernel: str, head_dim: int, console: Console) -> dict[str, int] | None:
-    """The winner; None where the default is as good."""
+def best(kernel: str, head_dim: int, console: Console) -> dict[str, int]:
+    """The winner; the table has no entry for this head_dim then."""
     entries = mosaic_gpu.TILINGS[kernel]
     entries.pop(str(head_dim), None)
-    default = seconds(kernel, head_dim)
+    before = seconds(kernel, head_dim)
     results = []
     for tiling in candidates(kernel, head_dim):
         entries[str(head_dim)] = tiling
@@ -76,15 +75,15 @@ def best(kernel: str, head_dim: int, console: Console) -> dict[str, int] | None:
         except Exception as error:  # too many registers, an unsupported block: not a candidate on this card
             console.print(f"{kernel} {head_dim} {tiling}: {type(error).__name__}: {str(error)[:100]}")
             continue
-        ratio = statistics.geometric_mean([t / d for t, d in zip(times, default, strict=True)])
+        ratio = statistics.geometric_mean([t / d for t, d in zip(times, before, strict=True)])
         results.append((ratio, tiling, times))
     entries.pop(str(head_dim), None)
     results.sort(key=lambda result: result[0])
-    table = Table("tiling", "over default", "us by shape", title=f"{kernel}, head_dim {head_dim}")
+    table = Table("tiling", "over computed", "us by shape", title=f"{kernel}, head_dim {head_dim}")
     for ratio, tiling, times in results[:6]:
         table.add_row(str(tiling), f"{ratio:.3f}", " ".join(f"{1e6 * t:.1f}" for t in times))
     console.print(table)
-    return results[0][1] if results and results[0][0] < AHEAD else None
+    return results[0][1] if results and results[0][0] < AHEAD else mosaic_gpu.computed(kernel, head_dim)
 
 
 def main() -> None:
@@ -96,11 +95,7 @@ def main() -> None:
     console = Console(width=140)
     table = json.loads(TABLE.read_text())
     for kernel, head_dim in itertools.product(arguments.kernel, arguments.head_dim):
-        winner = best(kernel, head_dim, console)
-        if winner is None:
-            table[kernel].pop(str(head_dim), None)
-        else:
-            table[kernel][str(head_dim)] = winner
+        table[kernel][str(head_dim)] = best(kernel, head_dim, console)
     text = json.dumps(table, indent=2)
     print(text)
     if arguments.write:

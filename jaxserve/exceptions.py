@@ -35,3 +35,22 @@ class EngineDeadError(JaxserveError, RuntimeError):
 
 class WeightsError(JaxserveError, ValueError):
     """A checkpoint that is incomplete, misshapen or damaged; the message names the tensor or the file."""
+
+
+# What a hostile row of a batch may run into; a defect of ours among these costs the row, not the job.
+COSTS_ITS_ROW = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    NotImplementedError,
+    JaxserveError,
+)
+
+
+def why_refused(error: Exception) -> str:
+    """The words for the row: errors that were not raised for a caller have their type named."""
+    known = isinstance(error, ValueError | NotImplementedError | JaxserveError)
+    return str(error) if known else f"{type(error).__name__}: {error}"  # a bare KeyError says only the key

@@ -15,6 +15,7 @@ from jaxserve.structured_params import CONSTRAINTS, StructuredOutputsParams
 # Beside llguidance's fuel, which bounds the time that a compile and a mask take. A lexer state takes 1 to 2 KB.
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 STACK_BYTES = 512 << 20  # of a thread that compiles; reserved, but taken only as far as it is used
+_starting = threading.RLock()  # held while the stack size, which is the whole process's, is not the usual one
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
 _PLAIN_VALUES = ("enum", "const", "default", "examples")
 
@@ -63,14 +64,15 @@ def roomy_threads(count: int) -> concurrent.futures.ThreadPoolExecutor:
     """
     pool = concurrent.futures.ThreadPoolExecutor(count, "grammar")
     meeting = threading.Barrier(count)  # so that each of these starts a thread
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        concurrent.futures.wait([pool.submit(meeting.wait) for _ in range(count)])
-    except RuntimeError as error:
-        meeting.abort()
-        raise RequestError(f"a grammar needs a thread with {STACK_BYTES >> 20} MiB of stack: {error}") from error
-    finally:
-        threading.stack_size(before)
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            concurrent.futures.wait([pool.submit(meeting.wait) for _ in range(count)])
+        except RuntimeError as error:
+            meeting.abort()
+            raise RequestError(f"a grammar needs a thread with {STACK_BYTES >> 20} MiB of stack: {error}") from error
+        finally:
+            threading.stack_size(before)
     return pool
 
 
@@ -81,7 +83,9 @@ def _checkers() -> concurrent.futures.ThreadPoolExecutor:
 
 @functools.lru_cache(maxsize=64)
 def _problem(params: StructuredOutputsParams) -> str:
-    return _checkers().submit(_find_problem, params).result()
+    with _starting:  # a cached function that two threads call at first runs twice
+        checkers = _checkers()
+    return checkers.submit(_find_problem, params).result()
 
 
 def _find_problem(params: StructuredOutputsParams) -> str:

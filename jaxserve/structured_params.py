@@ -95,15 +95,22 @@ class StructuredOutputsParams:
         return cls(**given)
 
 
-def structured_outputs_of(response_format: object) -> StructuredOutputsParams | None:
-    """What OpenAI's `response_format` asks for; None for plain text.
+def structured_outputs_of(response_format: object, ours: object = None) -> StructuredOutputsParams | None:
+    """What OpenAI's `response_format` asks for, or `structured_outputs` (`ours`) beside it; None for plain text.
 
     Raises:
-        ParameterError: it is no `{"type": "text"}`, `{"type": "json_object"}` or
-            `{"type": "json_schema", "json_schema": {"schema": ...}}`.
+        ParameterError: the first is no `{"type": "text"}`, `{"type": "json_object"}` or
+            `{"type": "json_schema", "json_schema": {"schema": ...}}`, the second none of ours, or both ask for a form.
     """
-    if response_format is None:
-        return None
+    form = None if response_format is None else _form_of(response_format)
+    if ours is None:
+        return form
+    if form is not None:
+        raise ParameterError("structured_outputs", ours, "left out: it and response_format exclude each other")
+    return StructuredOutputsParams.of(ours)
+
+
+def _form_of(response_format: object) -> StructuredOutputsParams | None:
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind not in ("text", "json_object", "json_schema"):
         expected = "an object whose type is text, json_object or json_schema"

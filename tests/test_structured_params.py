@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import subprocess
 import sys
 import threading
 
@@ -95,6 +96,9 @@ def test_openai_names_for_the_same():
     assert structured_outputs_of(wrapper) == StructuredOutputsParams(json=SCHEMA)
     assert structured_outputs_of({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
     assert structured_outputs_of({"type": "text"}) is structured_outputs_of(None) is None
+    assert structured_outputs_of({"type": "text"}, {"regex": "a"}) == StructuredOutputsParams(regex="a")
+    with pytest.raises(ParameterError, match="structured_outputs must be left out: it and response_format exclude"):
+        structured_outputs_of(wrapper, {"regex": "a"})
 
 
 @pytest.mark.parametrize(
@@ -191,3 +195,28 @@ def test_a_system_without_room_for_the_threads_is_told(monkeypatch):
     with pytest.raises(RequestError, match="a grammar needs a thread with 512 MiB of stack: can't start new thread"):
         roomy_threads(2)
     assert threading.stack_size() == size
+
+
+FIRST_REQUESTS = """
+import threading
+from jaxserve import StructuredOutputsParams
+from jaxserve.structured import check_grammar
+
+together = threading.Barrier(8)
+
+def check(i):
+    together.wait()
+    check_grammar(StructuredOutputsParams(regex=f"a{i}"))
+
+threads = [threading.Thread(target=check, args=(i,)) for i in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(threading.stack_size(), sum(thread.name.startswith("grammar") for thread in threading.enumerate()))
+"""
+
+
+def test_first_requests_at_once_start_one_thread_and_leave_the_stack_size_as_it_was():
+    done = subprocess.run([sys.executable, "-c", FIRST_REQUESTS], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 1\n"

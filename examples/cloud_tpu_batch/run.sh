@@ -25,6 +25,6 @@ command -v uvx >/dev/null || curl --silent --show-error --fail --location https:
 code=0
 uvx --python 3.12 --from "$package" --with "jax[tpu]" --with gcsfs \
   jaxserve batch "$input" "$output" --model "$model" --num-shards "$num_shards" --shard-index "$shard_index" \
-  --json || code=$?
+  --window-rows 1024 --json || code=$?
 [ "$code" -ne 3 ] || code=0 # all rows are done; those that got an error are counted in the output, and stay so
 exit "$code"

@@ -57,8 +57,7 @@ class Parts:
             self.fs.makedirs(self.folder, exist_ok=True)
         names = self._names()
         if self._others:
-            self._remove([name for name in names if _PART.fullmatch(name)])
-            self._remove(["manifest.json"])
+            self._remove([name for name in names if _PART.fullmatch(name) or name == "manifest.json"])
         elif begun := self._conflict():
             raise self._another_job(begun, "Give another OUT")
         mine = "." if self.num_shards == 1 else f".part-{self.shard:05}-"  # what a killed run left behind
@@ -71,7 +70,7 @@ class Parts:
         """Writes a part, whole or not at all.
 
         Raises:
-            OSError: it could not be written; no part of it is left.
+            OSError: it could not be written; nothing half written is left.
         """
         put(self.fs, self.path(number), b"".join(lines))
 
@@ -91,11 +90,13 @@ class Parts:
         return len(lines), sum(line.error is not None for line in lines)
 
     def join(self, target: Path, num_parts: int) -> None:
-        """Puts all parts together into one file, at once, and removes them. For a job of one shard on a local disk."""
+        """Puts all parts together into one file, at once, and removes them. For a job of one shard on a local disk.
+
+        The manifest goes first: a folder without one is no job that could go on and replace the file.
+        """
         texts = (Path(self.path(number)).read_bytes() for number in range(num_parts))
         put_local(target, texts, scratch=Path(self.folder))
-        self._remove([Path(self.path(number)).name for number in range(num_parts)])
-        self._remove(["manifest.json"])
+        self._remove(["manifest.json", *(Path(self.path(number)).name for number in range(num_parts))])
         if not self._names():
             Path(self.folder).rmdir()
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxserve.exceptions import JaxserveError
+from jaxserve.exceptions import COSTS_ITS_ROW, ParameterError, why_refused
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams, structured_outputs_of
 from jaxserve.tokenizer import Tokenizer
 
@@ -18,18 +18,8 @@ URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _FIELDS = ("custom_id", "method", "url", "body")
 _RENAMED = {"max_completion_tokens": "max_tokens"}
 _IGNORED = ("user",)  # says who asked; means nothing to an engine
+_WITHOUT_ANSWER = ("prompt_logprobs", "output_kind")  # known to an engine
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-# What a hostile row may run into; a defect of ours among these costs the row, not the job.
-COSTS_ITS_ROW = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    KeyError,
-    OverflowError,
-    RecursionError,
-    NotImplementedError,
-    JaxserveError,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,10 +95,8 @@ class RowReader:
 
 def refused(row: Row, error: Exception) -> BadRow:
     """The row, with what stood against it."""
-    known = isinstance(error, ValueError | NotImplementedError | JaxserveError)
-    message = str(error) if known else f"{type(error).__name__}: {error}"  # a bare KeyError says only the key
     code = "not_supported" if isinstance(error, NotImplementedError) else "invalid_request"
-    return BadRow(number=row.number, custom_id=row.custom_id, code=code, message=message)
+    return BadRow(number=row.number, custom_id=row.custom_id, code=code, message=why_refused(error))
 
 
 def row_seed(seed: int, number: int) -> int:
@@ -116,10 +104,15 @@ def row_seed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()) >> 2
 
 
+def default_custom_id(number: int) -> str:
+    """The id of a row that names none."""
+    return f"row-{number}"
+
+
 def parse_row(numbered: tuple[int, bytes]) -> Row | BadRow:
     """One line of the input. Never raises: what cannot be read becomes a `BadRow`."""
     number, line = numbered
-    custom_id, code = f"row-{number}", "invalid_json"
+    custom_id, code = default_custom_id(number), "invalid_json"
     try:
         row = _json_object(line)
         code = "invalid_request"
@@ -130,8 +123,8 @@ def parse_row(numbered: tuple[int, bytes]) -> Row | BadRow:
         return BadRow(number=number, custom_id=custom_id, code=code, message="the row is nested too deeply")
     except NotImplementedError as error:
         return BadRow(number=number, custom_id=custom_id, code="not_supported", message=str(error))
-    except ValueError as error:
-        return BadRow(number=number, custom_id=custom_id, code=code, message=str(error))
+    except COSTS_ITS_ROW as error:
+        return BadRow(number=number, custom_id=custom_id, code=code, message=why_refused(error))
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
@@ -176,8 +169,16 @@ def _unwrap(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _row(number: int, custom_id: str, kind: Any, body: dict[str, Any]) -> Row:
     field = "messages" if kind == "chat" else "prompt"
-    named = [(_RENAMED.get(name, name), value) for name, value in body.items() if name not in _IGNORED]
-    options = {name: value for name, value in named if value is not None or name not in _SAMPLING}  # null: the default
+    options: dict[str, Any] = {}
+    for name, value in body.items():
+        ours = _RENAMED.get(name, name)
+        if name in _IGNORED or (value is None and ours in _SAMPLING):  # null: the default
+            continue
+        if name in _WITHOUT_ANSWER:
+            raise ParameterError(name, value, "left out in a batch, whose answers have no place for it")
+        if ours in options:
+            raise ParameterError(name, value, f"left out: {ours} is given, too, by another name")
+        options[ours] = value
     prompt, model = options.pop(field, None), options.pop("model", None)
     if options.pop("stream", False):
         raise ValueError("stream must be false in a batch")
@@ -193,10 +194,8 @@ def _row(number: int, custom_id: str, kind: Any, body: dict[str, Any]) -> Row:
 
 def _structure(options: dict[str, Any]) -> None:
     """Makes OpenAI's `response_format` ours in place."""
-    form = structured_outputs_of(options.pop("response_format", None))
+    form = structured_outputs_of(options.pop("response_format", None), options.pop("structured_outputs", None))
     if form is not None:
-        if options.get("structured_outputs") is not None:
-            raise ValueError("response_format and structured_outputs exclude each other")
         options["structured_outputs"] = form
 
 

@@ -12,16 +12,15 @@ import grain
 from jaxserve.batch.answers import answer, failure
 from jaxserve.batch.order import prefix_order
 from jaxserve.batch.parts import Parts
-from jaxserve.batch.rows import COSTS_ITS_ROW, BadRow, BatchRequest, RowReader, refused
+from jaxserve.batch.rows import BadRow, BatchRequest, RowReader, refused
 from jaxserve.batch.source import Source
-from jaxserve.exceptions import EngineDeadError, QueueFullError
+from jaxserve.exceptions import COSTS_ITS_ROW, EngineDeadError, QueueFullError
 from jaxserve.llm import interrupts_between_steps
 from jaxserve.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from jaxserve.engine import LLMEngine
 
-PART_ROWS, WINDOW_ROWS = 256, 4096
 NUM_READ_THREADS = 4  # hide the latency of an object store
 NUM_COUNT_THREADS = 16
 
@@ -89,13 +88,13 @@ def run_batch(
     *,
     model_name: str,
     seed: int = 0,
-    window_rows: int = WINDOW_ROWS,
+    window_rows: int,
     on_progress: Callable[[Totals], None] = lambda totals: None,
 ) -> None:
     """Does the parts of a shard that are not done yet; `totals`, from `count_done`, grows meanwhile.
 
-    At most two windows of rows are in memory: the next one is read when all rows of one are in the engine, so that it
-    never runs dry, but not before the last row of the one before is done.
+    Rows of at most two windows are open: the next one is taken when all rows of one are in the engine, so that it never
+    runs dry, but not before the last row of the one before is done. Grain has one more window and a few parts ready.
 
     Args:
         seed: with a row's number it gives the seed of rows that name none.
@@ -231,19 +230,26 @@ class _Job:
                 number, index, request = self._running.pop(output.request_id)
                 self._num_in_flight -= request.params.n
                 self._count(output)
-                self._open[number].put(index, answer(request.row, output, self._model_name))
+                if (failed := next((s for s in output.outputs if s.finish_reason == "error"), None)) is not None:
+                    row, why = request.row, str(failed.stop_reason)
+                    bad = BadRow(number=row.number, custom_id=row.custom_id, code="generation_failed", message=why)
+                    self._fail(number, index, bad)
+                else:
+                    self._put(number, index, answer(request.row, output, self._model_name))
 
     def _count(self, output: RequestOutput) -> None:
-        self._totals.done += 1
         self._totals.prompt_tokens += len(output.prompt_token_ids)
         self._totals.cached_prompt_tokens += output.num_cached_tokens
         self._totals.generated_tokens += sum(len(sample.token_ids) for sample in output.outputs)
 
-    def _fail(self, number: int, index: int, row: BadRow) -> None:
+    def _put(self, number: int, index: int, line: bytes) -> None:
         self._totals.done += 1
+        self._open[number].put(index, line)
+
+    def _fail(self, number: int, index: int, row: BadRow) -> None:
         self._totals.failed += 1
         self._totals.first_failure = self._totals.first_failure or " ".join(f"{row.custom_id}: {row.message}".split())
-        self._open[number].put(index, failure(row))
+        self._put(number, index, failure(row))
 
     def _write(self) -> None:
         for number in [number for number, part in self._open.items() if not part.num_left]:

@@ -12,6 +12,7 @@ import fsspec
 import msgspec
 import numpy as np
 
+from jaxserve.batch.rows import default_custom_id
 from jaxserve.batch.storage import is_local, locate
 
 
@@ -28,7 +29,7 @@ class Source:
 
     A row is a line that is not blank. Rows are numbered from 0 through all files in the order of their names, and read
     in parts: part i holds the rows [i * part_rows, (i + 1) * part_rows). One pass over the bytes finds where parts
-    begin; what stays in memory is that, and 24 bytes for each custom_id.
+    begin; what stays in memory is that, a digest of each part, and 24 bytes for each row's custom_id.
 
     Attributes:
         fs, files: the file system and the paths in it.
@@ -47,6 +48,7 @@ class Source:
         self.files = input_files(self.fs, path, url)
         self.num_rows = 0
         self._parts: list[list[Span]] = []
+        self._digests: list[Any] = []  # of each part's bytes
         custom_ids, digest = _CustomIds(), hashlib.sha256()
         for file in self.files:
             self._index(file, custom_ids, digest)
@@ -68,9 +70,9 @@ class Source:
             ValueError: the input is not what it was when this object was made.
         """
         texts: list[Any] = [self.fs.cat_file(span.path, start=span.start, end=span.end) for span in self._parts[part]]
-        lines = [line for text in texts for line in text.split(b"\n") if line.strip()]
-        if len(lines) != self.rows_in(part):
+        if _digest(*texts).digest() != self._digests[part].digest():
             raise ValueError("the input changed while the job ran; give the job a folder that nobody writes to")
+        lines = [line for text in texts for line in text.split(b"\n") if line.strip()]
         first = part * self.part_rows
         return [(first + index, line) for index, line in enumerate(lines)]
 
@@ -84,9 +86,12 @@ class Source:
                     if self.num_rows % self.part_rows == 0:
                         self._close(path, start, at)
                         self._parts.append([])
+                        self._digests.append(_digest())
                         start = at
                     custom_ids.add(self.num_rows, line)
                     self.num_rows += 1
+                if self._digests:
+                    self._digests[-1].update(line)
                 at += len(line)
         self._close(path, start, at)
         digest.update(b"\n")  # two files are not one file cut elsewhere
@@ -94,6 +99,13 @@ class Source:
     def _close(self, path: str, start: int, end: int) -> None:
         if self._parts and end > start:
             self._parts[-1].append(Span(path, start, end))
+
+
+def _digest(*pieces: bytes):
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest
 
 
 def input_files(fs: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
@@ -144,10 +156,11 @@ class _CustomIds:
         try:
             custom_id = self._decode(line).custom_id
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return  # the row gets its error when its turn comes
-        if custom_id is not None:
-            self._hashes += hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
-            self._numbers.append(number)
+            custom_id = None  # the row gets its error when its turn comes
+        if custom_id is None:
+            custom_id = default_custom_id(number)
+        self._hashes += _digest(custom_id.encode()).digest()
+        self._numbers.append(number)
 
     def repeated(self) -> frozenset[int]:
         hashes = np.frombuffer(self._hashes, np.uint64).reshape(-1, 2)

@@ -48,3 +48,8 @@ def put_local(path: Path, pieces: Iterable[bytes], *, scratch: Path) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name, too
+    finally:
+        os.close(folder)

@@ -56,7 +56,7 @@ def batch(
         raise ValueError(f"batch reads through Grain: {how_to_install('batch')}") from error
     shard, num_shards = _shard(shard_index, num_shards)
     single = _single_file(target, num_shards)
-    if single is not None and single.exists() and not Path(f"{single}.parts").exists() and not overwrite:
+    if single is not None and single.exists() and not Path(f"{single}.parts/manifest.json").exists() and not overwrite:
         raise ValueError(f"{single} exists; give another OUT, or --overwrite to replace it")
     rows = job.Source(source, part_rows=part_rows)  # before the model, so that a wrong path is told at once
     job.require_apart(rows, target)

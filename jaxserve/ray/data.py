@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import hashlib
 import os
 import uuid
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
 from jaxserve.async_engine import AsyncLLM
-from jaxserve.exceptions import EngineDeadError, ParameterError, RequestError
+from jaxserve.exceptions import COSTS_ITS_ROW, EngineDeadError, ParameterError, RequestError, why_refused
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -22,6 +23,8 @@ _ADDED = {
     "finish_reason": pa.string(),
     "error": pa.string(),
 }
+_WITHOUT_COLUMN = ("logprobs", "prompt_logprobs", "output_kind")  # parameters whose effect no column shows
+MAX_TASK_RETRIES = 3  # of a batch, or a row that kills its engine would kill engines for ever
 
 
 def generate(
@@ -39,13 +42,16 @@ def generate(
     A row has a `prompt` (text or token ids) or `messages`; it may have `sampling_params`, a dict that overrides the
     stage's. It comes back with `generated_text`, `generated_tokens`, `num_input_tokens`, `finish_reason`, and `error`:
     None, or why this row could not be served, with the others None then. When a replica or its engine dies, Ray
-    starts another, and the rows that it had not handed over run again.
+    starts another, and the batches that it had not handed over run again, at most three times; then the dataset fails.
+    A row without a seed gets one made of the row itself, so that it draws the same tokens then. Rows that are equal in
+    all columns draw the same, too: give them seeds, or ids.
 
     Args:
-        sampling_params: fields of `SamplingParams`; the rest are the model's defaults. n must be 1.
+        sampling_params: fields of `SamplingParams`; the rest are the model's defaults. n must be 1, and logprobs have
+            no column. A mistake here ends the dataset when its first replica starts.
         batch_size: rows in a batch; a replica works on four batches at once.
         resources: what Ray is to reserve for a replica, as in `ray.remote`: `{"num_gpus": 1}`,
-            `{"resources": {"TPU": 4}}`.
+            `{"resources": {"TPU": 4}}`; other options of it, such as `max_task_retries`, may stand there.
         options: those of `LLM`.
     """
     return dataset.map_batches(
@@ -54,7 +60,7 @@ def generate(
         batch_size=batch_size,
         batch_format="pyarrow",
         compute=ActorPoolStrategy(size=replicas),
-        **(resources or {}),
+        **{"max_task_retries": MAX_TASK_RETRIES, **(resources or {})},
     )
 
 
@@ -64,6 +70,7 @@ class Generate:
     def __init__(self, model: str, sampling_params: dict[str, Any], options: dict[str, Any]):
         self._llm = AsyncLLM(model, **options)
         self._sampling_params = sampling_params
+        self._params({})  # or a mistake would cost every row
 
     async def __call__(self, rows: pa.Table):
         try:
@@ -76,11 +83,18 @@ class Generate:
 
     async def _answer(self, row: dict[str, Any]) -> dict[str, Any]:
         try:
-            params = self._params(row.get("sampling_params"))
+            row = _without_nulls(row)
+            params = self._params(row.get("sampling_params", {}))
+            if params.seed is None:
+                params = dataclasses.replace(params, seed=row_seed(row))
             output = await self._run(await self._prompt(row), params)
-        except (RequestError, ValueError, TypeError, NotImplementedError) as error:
-            return {"error": str(error)}
+        except EngineDeadError:
+            raise
+        except COSTS_ITS_ROW as error:
+            return {"error": why_refused(error)}
         sample = output.outputs[0]
+        if sample.finish_reason == "error":
+            return {"error": str(sample.stop_reason)}
         return {
             "generated_text": sample.text,
             "generated_tokens": sample.token_ids,
@@ -101,17 +115,29 @@ class Generate:
         if messages is None:
             return prompt
         tokenizer = await self._llm.get_tokenizer()
-        messages = [_without_nulls(message) for message in messages]
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
 
-    def _params(self, own: dict[str, Any] | None) -> SamplingParams:
-        fields = {**self._sampling_params, **_without_nulls(own or {}), "output_kind": RequestOutputKind.FINAL_ONLY}
-        params = dataclasses.replace(self._llm.get_default_sampling_params(), **fields)
+    def _params(self, own: dict[str, Any]) -> SamplingParams:
+        fields = {**self._sampling_params, **own}
+        for name in _WITHOUT_COLUMN:
+            if fields.get(name) is not None:
+                raise ParameterError(name, fields[name], "left out in a dataset, which gets no column for it")
+        fields["output_kind"] = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams.of(**{**vars(self._llm.get_default_sampling_params()), **fields})
         if params.n != 1:
             raise ParameterError("n", params.n, "1 in a dataset: repeat the row instead")
         return params
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Arrow gives every dict of a column the keys of all, with None where there was nothing."""
-    return {name: value for name, value in fields.items() if value is not None}
+def row_seed(row: dict[str, Any]) -> int:
+    """The seed of a row that names none: the same whenever and wherever the row runs."""
+    return int.from_bytes(hashlib.blake2b(repr(row).encode(errors="replace"), digest_size=8).digest()) >> 2
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every dict of a column the keys of all, at every depth, with None where there was nothing."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -111,17 +111,27 @@ class RemoteLLM:
         return cls(engine, tokenizer and tokenizer.tokenizer(), limits, defaults)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, **options: Any
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """As `AsyncLLM.generate`. A request whose replica dies starts again on another, unless some of its deltas were
-        handed over already.
+        """As `AsyncLLM.generate`, without a deadline.
+
+        A request whose replica dies starts again on another, unless some of its deltas were handed over already.
 
         Raises:
+            RequestError, ParameterError, TypeError: as `AsyncLLM.generate`.
             EngineDeadError: its replica died, and it could not start again.
         """
         params = sampling_params or self._defaults
         if params.seed is None:  # so that another attempt draws the same tokens
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
+        options = {"priority": priority, "cache_salt": cache_salt, "trace_headers": trace_headers}
         begun = False
         for attempt in range(1, MAX_ATTEMPTS + 1):
             stream = self._engine.options(stream=True).generate.remote(prompt, params, request_id, options)
@@ -130,6 +140,8 @@ class RemoteLLM:
                     yield output
                     begun = params.output_kind is RequestOutputKind.DELTA
                 return
+            except RayTaskError as error:  # what the replica raised, in Ray's words: its traceback
+                raise error.cause from None
             except RayActorError as error:
                 if attempt == MAX_ATTEMPTS or begun:
                     raise EngineDeadError(f"the replica that served {request_id!r} died: {error}") from error

@@ -68,24 +68,36 @@ def paged_attention(
 
 
 def decode_tiling(kv: KVCache) -> decode_work.Tiling:
-    """Two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then fit."""
-    H = kv.k.shape[4]
-    pairs, block = 1 if H > 128 else 2, 64
-    queries, unit = ROWS * H * 2, 2 * block * H * 2
-    choice = {"block": block, "pairs": pairs, "stages": (SHARED_MEMORY_BYTES // pairs - queries) // unit}
-    return decode_work.Tiling(**tuned("decode", H, choice), blocks=num_multiprocessors())
+    return decode_work.Tiling(**tuned("decode", kv.k.shape[4]), blocks=num_multiprocessors())
 
 
 def prefill_tiling(kv: KVCache) -> prefill_work.Tiling:
-    """The largest block whose scores and output share the registers of a warpgroup."""
-    H = kv.k.shape[4]
-    choice = {"block": 128 if H <= 128 else 64, "stages": 2}
-    return prefill_work.Tiling(**tuned("prefill", H, choice), multiprocessors=num_multiprocessors())
+    return prefill_work.Tiling(**tuned("prefill", kv.k.shape[4]), multiprocessors=num_multiprocessors())
 
 
-def tuned(kernel: str, head_dim: int, otherwise: dict[str, int]) -> dict[str, int]:
-    """What `benchmarks/tune.py` found fastest, where it has looked."""
-    return TILINGS[kernel].get(str(head_dim), otherwise)
+def tuned(kernel: str, head_dim: int) -> dict[str, int]:
+    """What `benchmarks/tune.py` found fastest, which may be the computed tiling; that one where it has not looked.
+
+    On an H200 at head_dim 128 these are the computed ones: decoding by one worker with blocks of 128 was slower at five
+    of the seven shapes of `benchmarks/shapes.py`, and a third stage made prefill 3 to 4 % slower.
+    """
+    return TILINGS[kernel].get(str(head_dim)) or computed(kernel, head_dim)
+
+
+def computed(kernel: str, head_dim: int) -> dict[str, int]:
+    """Decode: two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then
+    fit. Prefill: the largest block whose scores and output share the registers of a warpgroup, and the next one ahead.
+    """
+    if kernel == "prefill":
+        return {"block": 128 if head_dim <= 128 else 64, "stages": 2}
+    choices = [{"block": 64, "pairs": 1 if head_dim > 128 else 2, "stages": stages} for stages in range(1, 17)]
+    return [choice for choice in choices if shared_bytes(kernel, head_dim, **choice) <= SHARED_MEMORY_BYTES][-1]
+
+
+def shared_bytes(kernel: str, head_dim: int, *, block: int, stages: int, pairs: int = 1) -> int:
+    """Of a CUDA block: for each worker its queries, and `stages` times a block of keys and one of values."""
+    rows = ROWS if kernel == "decode" else prefill_work.TILE
+    return pairs * (rows + stages * 2 * block) * head_dim * 2
 
 
 def num_multiprocessors() -> int:

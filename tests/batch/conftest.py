@@ -32,6 +32,7 @@ class Job:
         )
         parts = Parts(self.target, manifest, shard=shard, overwrite=overwrite)
         totals = count_done(source, parts)
+        options.setdefault("window_rows", 4096)
         run_batch(
             self.engine,
             source,

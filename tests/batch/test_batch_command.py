@@ -6,11 +6,13 @@ import os
 import pty
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 from batch_engine import make_engine
+from fsspec.implementations.local import LocalFileSystem
 
 from jaxserve import cli
 from jaxserve.batch import Totals
@@ -94,6 +96,34 @@ def test_a_finished_file_is_replaced_only_when_told_so(command, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "new"}\n')
     assert command("in.jsonl", "out.jsonl", "--overwrite")[0] == 0
     assert (tmp_path / "out.jsonl").read_bytes() != before
+
+
+def test_a_finished_file_stays_wherever_its_parts_were_being_removed(command, starts, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "{i}", "max_tokens": 2}}\n' for i in range(3)))
+    arguments = ("in.jsonl", "out.jsonl", "--part-rows", 1)
+    removals = [*[(LocalFileSystem, "rm_file")] * 4, (Path, "rmdir")]
+    for stop, (owner, name) in enumerate(removals):
+        left = [stop]
+        real = getattr(owner, name)
+
+        def remove(*paths, left=left, real=real, name=name):
+            if not left[0] or name == "rmdir":
+                raise OSError("killed, as planted")
+            left[0] -= 1
+            return real(*paths)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, remove)
+            assert command(*arguments)[0] == 2
+        whole = (tmp_path / "out.jsonl").read_bytes()
+        code, _, err = command(*arguments)
+        assert (code, "out.jsonl exists" in err) == ((2, True) if stop else (0, False))  # the manifest was still there
+        assert (tmp_path / "out.jsonl").read_bytes() == whole
+        assert len(starts) == stop + 1  # nothing was answered again
+        assert command(*arguments, "--overwrite")[0] == 0 if stop else True
+        for path in (tmp_path / "out.jsonl", *tmp_path.glob("out.jsonl.parts/*")):
+            path.unlink(missing_ok=True)
+        starts[:] = starts[: stop + 1]
 
 
 def test_a_job_that_is_done_starts_no_engine(command, starts):

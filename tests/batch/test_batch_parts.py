@@ -87,6 +87,15 @@ def test_overwrite_throws_another_jobs_parts_away_and_keeps_its_own(folder):
     assert json.loads(parts.fs.cat_file(f"{parts.folder}/manifest.json"))["input_sha256"] == "other"
 
 
+def test_overwrite_is_the_way_out_where_the_manifest_is_lost(folder):
+    begun(folder).write(0, LINES)
+    parts = Parts(folder, MANIFEST, shard=0)
+    parts.fs.rm_file(f"{parts.folder}/manifest.json")
+    with pytest.raises(ValueError, match="or --overwrite to throw them away"):
+        Parts(folder, MANIFEST, shard=0)
+    assert names(begun(folder, overwrite=True)) == ["manifest.json"]
+
+
 def test_several_shards_overwrite_nothing(folder):
     begun(folder).write(0, LINES)
     with pytest.raises(ValueError, match="Empty it first: several shards cannot agree on who does"):
@@ -150,6 +159,15 @@ def test_a_write_that_fails_late_leaves_no_half_part(tmp_path, monkeypatch, brok
         with pytest.raises(OSError, match="No space left on device"):
             parts.write(0, LINES)
     assert names(parts) == ["manifest.json"]
+
+
+def test_a_part_and_its_name_are_on_the_disk_before_the_write_returns(tmp_path, monkeypatch):
+    parts, synced = begun(str(tmp_path)), []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.readlink(f"/proc/self/fd/{fd}"), names(parts))))
+    parts.write(0, LINES)
+    (file, _), (folder, found) = synced
+    assert file.endswith(".unfinished.tmp")
+    assert (folder, found) == (str(tmp_path), ["manifest.json", "part-00000-000000.jsonl"])
 
 
 def test_what_a_killed_shard_was_writing_is_cleared_by_its_next_run(tmp_path):

@@ -64,6 +64,13 @@ def test_a_rows_kind_follows_its_url_or_its_fields(row, kind, custom_id):
         (CHAT | {"top_logprobs": 3}, "invalid_request", "top_logprobs=3 needs logprobs=true"),
         (CHAT | {"response_format": {"type": "yaml"}}, "invalid_request", "response_format must be"),
         (CHAT | {"response_format": JSON, "structured_outputs": {"regex": "a"}}, "invalid_request", "exclude each"),
+        ({"prompt": "a", "prompt_logprobs": 2}, "invalid_request", "prompt_logprobs must be left out in a batch"),
+        ({"prompt": "a", "output_kind": 1}, "invalid_request", "output_kind must be left out in a batch"),
+        (
+            {"prompt": "a", "max_completion_tokens": 2, "max_tokens": 3},
+            "invalid_request",
+            "max_tokens must be left out: max_tokens is given, too, by another name",
+        ),
         (BATCH | {"url": "/v1/embeddings"}, "invalid_request", "url must be one of /v1/chat/completions, /v1/comp"),
         (BATCH | {"url": []}, "invalid_request", r"url must be one of /v1/chat/completions, /v1/completions, got []"),
         (BATCH | {"method": "GET"}, "invalid_request", "method must be 'POST', got 'GET'"),
@@ -123,6 +130,7 @@ def test_openais_names_are_understood():
     body = {"max_completion_tokens": 5, "user": "me", "logprobs": True, "response_format": {"type": "text"}}
     params = read(BATCH | {"url": "/v1/chat/completions", "body": {**CHAT, **body}}).params
     assert (params.max_tokens, params.logprobs) == (5, 0)
+    assert read({"prompt": "a", "max_tokens": None, "max_completion_tokens": 5}).params.max_tokens == 5
 
 
 def test_a_seed_of_its_own_is_kept_and_others_follow_from_the_rows_number():

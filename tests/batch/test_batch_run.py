@@ -70,6 +70,25 @@ def test_a_chat_goes_through_the_template(job):
     assert line["response"]["body"]["choices"][0]["message"] == {"role": "assistant", "content": "hi"}
 
 
+def test_a_row_that_the_engine_gives_up_is_an_error_and_no_answer(job):
+    step = job.engine.step
+
+    def gives_up():
+        outputs = step()
+        for output in outputs:
+            if output.finished and output.request_id == "batch-1":
+                sample = output.outputs[1]
+                sample.finish_reason, sample.stop_reason = "error", "no token is left, as planted"
+        return outputs
+
+    job.engine.step = gives_up
+    totals = job.run(rows_of(3, n=2, temperature=1))
+    assert (totals.done, totals.failed) == (3, 1)
+    assert totals.first_failure == "id-1: no token is left, as planted"
+    assert [line["error"] is None for line in job.lines()] == [True, False, True]
+    assert job.lines()[1]["error"] == {"code": "generation_failed", "message": "no token is left, as planted"}
+
+
 def test_n_samples_stand_in_one_line(job):
     job.run(rows_of(3, n=3, temperature=1))
     assert [[choice["index"] for choice in line["response"]["body"]["choices"]] for line in job.lines()] == [
@@ -175,7 +194,7 @@ def test_a_full_queue_makes_rows_wait(job):
     assert core.most_running == 3
 
 
-def test_two_windows_are_in_memory_at_most(job, monkeypatch):
+def test_three_windows_and_the_read_ahead_are_in_memory_at_most(job, monkeypatch):
     rows = rows_of(64, temperature=0)
     rows[0]["max_tokens"] = 500  # holds the first window open
     read = []

@@ -69,6 +69,11 @@ def test_later_rows_with_the_custom_id_of_an_earlier_one_are_known(tmp_path):
     assert Source(str(tmp_path / "in.jsonl"), part_rows=2).repeated == {3, 8}
 
 
+def test_the_id_of_a_row_without_one_counts_too(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "row-1"}\n{}\n{"custom_id": "row-3"}\n{\n{"custom_id": ""}')
+    assert Source(str(tmp_path / "in.jsonl"), part_rows=2).repeated == {1, 3}
+
+
 @pytest.mark.parametrize(
     ("url", "error", "message"),
     [
@@ -89,6 +94,16 @@ def test_an_input_that_changes_meanwhile_is_told(folder):
     os.truncate(folder / "a.jsonl", 9)
     with pytest.raises(ValueError, match="the input changed while the job ran"):
         source.read(0)
+
+
+def test_rows_that_change_in_place_are_told(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"n": 0}\n{"n": 1}\n\n{"n": 2}\n')
+    (tmp_path / "b.jsonl").write_bytes(b'{"n": 3}\n{"n": 4}\n')
+    source = Source(str(tmp_path), part_rows=2)
+    (tmp_path / "b.jsonl").write_bytes(b'{"n": 7}\n{"n": 4}\n')
+    assert [number for part in (0, 2) for number, _ in source.read(part)] == [0, 1, 4]
+    with pytest.raises(ValueError, match="the input changed while the job ran"):
+        source.read(1)
 
 
 def test_a_plug_in_that_is_missing_is_told(monkeypatch):

@@ -3,11 +3,12 @@
 import re
 import threading
 
+import llguidance
 import numpy as np
 import pytest
 from forms import FORMS, FREE, generate, is_in_form, params, tokens_of
 
-from jaxserve import RequestError
+from jaxserve import RequestError, SamplingParams
 from jaxserve.grammars import Grammars
 from jaxserve.step_future import StepFuture
 
@@ -25,6 +26,13 @@ def test_a_dead_end_is_an_error_of_its_own_request(llm):
     assert [sample.text for sample in outputs[:3]] == ["a", "ab", "a"]
     assert "no token is left" in outputs[0].stop_reason
     assert outputs[3].token_ids == tokens_of(generate(llm, "The", FREE))[0]
+
+
+def test_a_dead_end_without_a_grammar_speaks_of_none(llm):
+    a = llm.get_tokenizer().token_to_id("a")
+    sample = generate(llm, "The", SamplingParams(allowed_token_ids=[a], bad_words=["a"]))[0].outputs[0]
+    assert sample.finish_reason == "error"
+    assert sample.stop_reason == "no token is left that the sampling parameters allow"
 
 
 def test_a_grammar_too_costly_to_follow_ends_its_request_with_the_reason(llm):
@@ -149,6 +157,29 @@ def test_a_grammar_is_compiled_once_and_old_ones_are_forgotten(llm, monkeypatch)
     for regex in ("o1", "o1", "o2", "o3", "o1", "o4", "o2"):
         generate(llm, "The", params({"regex": regex}))
     assert compiled == ["o1", "o2", "o3", "o4", "o2"]
+
+
+def test_two_first_grammars_read_the_vocabulary_once(llm, monkeypatch):
+    together, second, read = threading.Barrier(2), threading.Event(), []
+    real, compile = llguidance.LLTokenizer, Grammars._compile
+
+    def meet(self, form):
+        together.wait(60)
+        return compile(self, form)
+
+    def tokenizer(*arguments, **options):
+        read.append(1)
+        if len(read) == 2:
+            second.set()
+        second.wait(0.2)  # for one that must not come
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(Grammars, "_compile", meet)
+    monkeypatch.setattr(llguidance, "LLTokenizer", tokenizer)
+    monkeypatch.setattr(llm.llm_engine.core, "_grammars", Grammars(llm.get_tokenizer(), 320, [2]))
+    generate(llm, ["The", "The"], [params({"regex": "x1"}), params({"regex": "x2"})])
+    llm.llm_engine.core._grammars.close()
+    assert len(read) == 1
 
 
 def test_an_interrupted_step_of_constrained_rows_is_read_again(llm, monkeypatch):

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
+from ray_processes import command_line, processes
 
 import jaxserve.ray
 from jaxserve import LLM, SamplingParams
@@ -35,15 +35,6 @@ def stage(rows: list[dict], **options):
     return jaxserve.ray.generate(
         dataset, "smollm2-135m", replicas=2, sampling_params=GREEDY, batch_size=2, **OPTIONS, **options
     )
-
-
-def processes(name: str) -> list[psutil.Process]:
-    """What runs under this process by that name, Ray's workers included."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if name in " ".join(process.info["cmdline"] or ()):
-            found.append(process)
-    return found
 
 
 def test_rows_are_answered_and_bad_ones_say_why(cluster, expected):
@@ -75,11 +66,17 @@ def test_rows_are_answered_and_bad_ones_say_why(cluster, expected):
     assert "7.0" in by_id[4]["error"]
 
 
+def test_a_mistake_in_the_stages_parameters_ends_the_dataset(cluster):
+    wrong = {"sampling_params": {"temprature": 1}, **OPTIONS}
+    with pytest.raises(Exception, match="did you mean temperature"):
+        jaxserve.ray.generate(ray.data.from_items([{"prompt": "a"}]), "smollm2-135m", **wrong).take_all()
+
+
 @pytest.mark.parametrize("victim", ["replica", "engine"])
 def test_no_row_is_lost_when_a_process_is_killed(cluster, expected, victim):
     rows = iter(stage([{"id": i, "prompt": prompt(i)} for i in range(40)]).iter_rows())
     answered = [next(rows)]  # so both replicas are at work
-    replicas = [p for p in processes("ray::") if "MapWorker" in " ".join(p.cmdline())]
+    replicas = [process for process in processes("ray::") if "MapWorker" in command_line(process)]
     assert len(replicas) == 2
     target = replicas[0] if victim == "replica" else replicas[0].children()[-1]
     os.kill(target.pid, signal.SIGKILL)

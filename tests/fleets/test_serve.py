@@ -6,12 +6,13 @@ import signal
 import socket
 
 import httpx
-import psutil
 import pytest
 from ray import serve
+from ray_processes import processes
 
 import jaxserve.ray
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, ParameterError, SamplingParams
+from jaxserve.server.errors import as_api_error
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 8, "warm_up": "off", "dtype": "float32"}
@@ -55,6 +56,13 @@ def test_a_stream_and_an_error_pass_through(url, expected):
     assert complete(url, PROMPTS[0])["choices"][0]["text"] == expected[0]
 
 
+def test_an_error_that_only_the_engine_finds_is_answered_as_by_one_server(url):
+    body = {"model": "smollm2-135m", "prompt": [1, 10**6], "max_tokens": 2}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    expected = as_api_error(ParameterError("prompt token ids", 10**6, "in the vocabulary [0, 49152)"))
+    assert (answer.status_code, answer.content) == (400, expected.body())
+
+
 def test_prompts_that_begin_alike_find_their_prefix_cached(url):
     stories = [f"{name} went out to sea one day. " * 10 for name in ("Anna", "Bert", "Carl", "Dora", "Emil", "Fred")]
     for story in stories:
@@ -65,11 +73,7 @@ def test_prompts_that_begin_alike_find_their_prefix_cached(url):
 
 @pytest.mark.parametrize("victim", ["replica", "engine"])
 def test_no_request_is_lost_when_a_process_is_killed(url, expected, victim):
-    replicas = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "ray::ServeReplica:default:engine" in " ".join(p.info["cmdline"] or ())
-    ]
+    replicas = processes("ray::ServeReplica:default:engine")
     target = replicas[0] if victim == "replica" else replicas[0].children()[-1]
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = [pool.submit(complete, url, prompt) for prompt in PROMPTS]

@@ -266,16 +266,6 @@ def test_what_is_not_a_number_in_one_sequence_stays_there(implementation, name):
     np.testing.assert_array_equal(lse[sequences != 0], expected_lse[sequences != 0])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_tilings_fit_into_shared_memory(head_dim):
-    kv = KVCache.zeros(1, 1, 64, 2, head_dim, jnp.bfloat16)
-    decode, prefill = mosaic_gpu.decode_tiling(kv), mosaic_gpu.prefill_tiling(kv)
-    assert decode.stages >= 3
-    row = 2 * head_dim
-    decode_bytes = decode.pairs * (64 * row + decode.stages * 2 * decode.block * row)
-    assert max(decode_bytes, 128 * row + prefill.stages * 2 * prefill.block * row) <= 232_448 - 2048
-
-
 def test_mosaic_gpu_wants_queries_and_cache_of_one_dtype():
     q, kv, batch = inputs(by_name["one_token"], jnp.bfloat16)
     assert mosaic_gpu.unsupported(q, kv, batch) is None
