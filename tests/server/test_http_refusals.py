@@ -126,6 +126,19 @@ def test_another_model_path_or_method(server):
     assert answer["error"]["message"]
 
 
+def test_an_unknown_model_is_an_answer_like_any_other(server, caplog):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.connect()
+    connection.auto_open = False
+    for path, status in (("/v1/models/other", 404), ("/v1/models/echo", 200)):
+        connection.request("GET", path, headers={"X-Request-Id": "my-id"})
+        response = connection.getresponse()
+        assert (response.status, response.headers["x-request-id"]) == (status, "my-id")
+        response.read()
+    connection.close()
+    assert caplog.text == ""
+
+
 def test_a_request_id_comes_back_and_an_odd_one_is_replaced(server):
     for path in ("/health", "/nowhere", COMPLETIONS):
         assert server.ask("GET", path, X_Request_Id="my-id")[2]["x-request-id"] == "my-id"
