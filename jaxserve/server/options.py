@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxserve.exceptions import ParameterError
 
-MAX_REQUEST_BYTES = 32 << 20
+MAX_REQUEST_BYTES = 8 << 20  # all streams wait while one body is decoded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

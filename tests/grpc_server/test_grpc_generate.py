@@ -117,7 +117,7 @@ def test_a_slow_reader_gets_fewer_longer_deltas(it):
         (request("x" * 5000), "prompt has 5000 characters"),
         (request(request_id="x" * 257), "request_id must be at most 256 characters"),
         (pb.GenerateRequest(), "prompt must be set"),
-        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "prompt token ids"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "prompt must be token ids"),
     ],
 )
 def test_a_bad_field_is_named(it, message, named):

@@ -147,4 +147,4 @@ def test_while_there_is_no_engine_a_scrape_gets_503():
 
     loading, ended = asyncio.run(main())
     assert (loading.status_code, loading.text) == (503, "the model is still loading\n")
-    assert (ended.status_code, ended.text) == (503, "the engine has ended: the engine was shut down\n")
+    assert (ended.status_code, ended.text) == (503, "the engine has ended\n")
