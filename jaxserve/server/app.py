@@ -20,8 +20,6 @@ from jaxserve.server.options import ServerOptions
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from jaxserve.server.service import Observer, Service
 
-OPEN_PATHS = ("/health", "/ready", "/version")
-
 
 def build_app(
     llm: AsyncLLM | None,
@@ -48,7 +46,7 @@ def build_app(
         ],
         middleware=[
             Middleware(
-                Gate, api_keys=options.api_keys, open_paths=(*OPEN_PATHS, *(route.path for route in open_routes))
+                Gate, api_keys=options.api_keys, open_paths=(*info.OPEN_PATHS, *(route.path for route in open_routes))
             )
         ],
         exception_handlers={ApiError: _answer_error, HTTPException: _answer_error, Exception: _answer_error},

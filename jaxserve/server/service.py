@@ -12,22 +12,23 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.errors import unavailable
 from jaxserve.server.options import ServerOptions
+from jaxserve.server.progress import Progress, ProgressWatch
 
-type Observer = Callable[[RequestOutput], None]
+type Observer = Callable[[RequestOutput, Progress], None]
 type Outputs = AsyncGenerator[tuple[int, RequestOutput]]  # with the number of the prompt
 
 
 class Service:
     """`llm` is None until the model is loaded.
 
-    Each observer is called for every output before it is written. An output is the observers' to read, not to keep:
-    what is in it grows or is dropped later.
+    Each observer is called for every output, with what is new in it, before it is written. An output is the observers'
+    to read, not to keep: what is in it grows or is dropped later.
     """
 
     def __init__(self, llm: AsyncLLM | None, options: ServerOptions, observers: Sequence[Observer] = ()):
         self.llm, self.options = llm, options
         self._draining = self._hurried = False
-        self._observers = tuple(observers)
+        self._observers, self._watch = tuple(observers), ProgressWatch()
         self._running: set[str] = set()  # engine's request ids
 
     @property
@@ -81,8 +82,9 @@ class Service:
         try:
             async with contextlib.aclosing(_only(streams[0]) if len(streams) == 1 else _merged(streams)) as outputs:
                 async for index, output in outputs:
+                    progress = self._watch.advance(output)
                     for observe in self._observers:
-                        observe(output)
+                        observe(output, progress)
                     if self._draining and any(sample.finish_reason == "abort" for sample in output.outputs):
                         raise unavailable("the server stopped before the answer was complete", "stopping")
                     yield index, output

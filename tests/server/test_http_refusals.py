@@ -143,12 +143,11 @@ def test_an_unknown_model_is_an_answer_like_any_other(server, caplog):
     assert caplog.text == ""
 
 
-def test_a_request_id_comes_back_and_an_odd_one_is_replaced(server):
+def test_a_request_id_comes_back_and_an_odd_one_does_not(server):
     for path in ("/health", "/nowhere", COMPLETIONS):
         assert server.ask("GET", path, X_Request_Id="my-id")[2]["x-request-id"] == "my-id"
-    made = {server.ask("GET", "/health", X_Request_Id=odd)[2]["x-request-id"] for odd in ("a b", "x" * 129, "")}
-    assert len(made) == 3
-    assert all(len(one) == 32 for one in made)
+    for odd in ("a b", "x" * 129, ""):
+        assert "x-request-id" not in server.ask("GET", "/health", X_Request_Id=odd)[2]
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +188,9 @@ def test_observers_see_every_output_of_a_request():
     async def talk() -> tuple[str, int]:
         llm = load_observed()
         try:
-            app = build_app(llm, ServerOptions(served_model_name="m"), observers=[seen.append])
+            app = build_app(
+                llm, ServerOptions(served_model_name="m"), observers=[lambda output, _: seen.append(output)]
+            )
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
                 whole = await client.post(COMPLETIONS, json={"prompt": ["abc", "de"], "max_tokens": 3})
                 split = len(seen)
@@ -249,7 +250,7 @@ def test_a_declared_length_is_refused_before_the_body_comes(guarded):
         ({"port": 1 << 16}, "port must be in"),
         ({"max_request_bytes": 0}, "max_request_bytes must be at least 1"),
         ({"drain_timeout_s": 0.0}, "drain_timeout_s must be seconds"),
-        ({"api_keys": ("secret key",)}, "api_keys must be made of printable ASCII without spaces, got 'a key'"),
+        ({"api_keys": ("secret key",)}, "api_keys must be made of printable ASCII without spaces, got '<hidden>'"),
     ],
 )
 def test_bad_server_options_are_named(options, message):
@@ -267,6 +268,8 @@ def test_the_document_describes_every_field(server):
         *schemas["ChatCompletionRequest"]["required"],
     }
     assert schemas["CompletionRequest"]["additionalProperties"] is False
+    open_paths = [path for path, item in document["paths"].items() if item.get("get", {}).get("security") == []]
+    assert open_paths == ["/health", "/ready", "/version"]
     assert {"temperature", "user", "stop", "echo"} <= set(schemas["CompletionRequest"]["properties"])
 
 
