@@ -45,7 +45,8 @@ def serve(
 
     /health tells whether the engine lives, /ready whether requests are taken, /openapi.json what may be asked; / shows
     the engine at work, /metrics is for Prometheus. The first SIGTERM or Ctrl-C refuses new requests and lets running
-    ones end, the second ends them. A dead engine ends the server, with exit code 1.
+    ones end; the second, or --drain-timeout, cuts them, and their clients get an error. A dead engine ends the server,
+    with exit code 1.
     """
     try:
         from jaxserve.server.run import HttpServer
