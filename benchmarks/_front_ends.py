@@ -5,9 +5,9 @@ import contextlib
 import multiprocessing
 import os
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from multiprocessing.connection import Connection
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from benchmarks._paced_core import paced
 from jaxserve import AsyncLLM, RequestOutputKind, SamplingParams
@@ -93,7 +93,7 @@ class _HttpStream(asyncio.Protocol):
 
 
 async def serve_http(config: dict, pipe: Connection) -> None:
-    """The server's process: tells its port, serves until it is told to stop, tells how many sequences still run."""
+    """Tells its port; whatever is said to it asks how many sequences still run."""
     from jaxserve.server.options import ServerOptions
     from jaxserve.server.run import HttpServer
 
@@ -101,8 +101,8 @@ async def serve_http(config: dict, pipe: Connection) -> None:
     running = asyncio.create_task(
         server.run(lambda: AsyncLLM.over(paced, config), on_ready=lambda: pipe.send(server.port))
     )
-    await asyncio.to_thread(pipe.recv)
-    pipe.send(await num_running(server.service.loaded()))
+    while await told(pipe, running):
+        pipe.send(await num_running(server.service.loaded()))
     server.stop()
     await running
 
@@ -116,8 +116,44 @@ async def num_running(llm: AsyncLLM) -> float:
     return running
 
 
-def server_process(config: dict, pipe: Connection) -> None:
-    asyncio.run(serve_http(config, pipe))
+async def told(pipe: Connection, running: asyncio.Task[None]) -> bool:
+    """True when something was said; False when the other end has gone, or `running` has ended."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pipe.fileno(), readable.set)
+    reading = asyncio.create_task(readable.wait())
+    await asyncio.wait((reading, running), return_when=asyncio.FIRST_COMPLETED)
+    reading.cancel()
+    loop.remove_reader(pipe.fileno())
+    try:
+        return not running.done() and pipe.recv() is not None
+    except EOFError:
+        return False
+
+
+@contextlib.asynccontextmanager
+async def server_in_process(
+    serve: Callable[[Any, Connection], Coroutine[Any, Any, None]], config: Any
+) -> AsyncGenerator[tuple[int, int, Connection]]:
+    """Runs `serve(config, pipe)` in a process of its own until its pipe closes: port, process id, and our end.
+
+    Raises:
+        EOFError: it ended before it told its port; its traceback is on stderr.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(serve, config, theirs))  # no daemon: it has a child of its own
+    process.start()
+    theirs.close()
+    assert process.pid is not None
+    try:
+        yield await asyncio.to_thread(ours.recv), process.pid, ours
+    finally:
+        ours.close()
+        await asyncio.to_thread(process.join)
+
+
+def _run(serve: Callable[[Any, Connection], Coroutine[Any, Any, None]], config: Any, pipe: Connection) -> None:
+    asyncio.run(serve(config, pipe))
 
 
 @contextlib.asynccontextmanager
@@ -131,19 +167,13 @@ async def in_process(config: dict) -> AsyncGenerator[Running]:
 
 @contextlib.asynccontextmanager
 async def over_http(config: dict) -> AsyncGenerator[Running]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=server_process, args=(config, theirs))  # no daemon: it has a child of its own
-    process.start()
-    port = await asyncio.to_thread(ours.recv)
-    assert process.pid is not None
+    async with server_in_process(serve_http, config) as (port, pid, pipe):
 
-    async def ended() -> float:
-        ours.send("stop")
-        return await asyncio.to_thread(ours.recv)
+        async def still_running() -> float:
+            pipe.send("how many run?")
+            return await asyncio.to_thread(pipe.recv)
 
-    yield Running(Http(port), process.pid, ended)
-    await asyncio.to_thread(process.join)
+        yield Running(Http(port), pid, still_running)
 
 
 def over_grpc(config: dict) -> contextlib.AbstractAsyncContextManager[Running]:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib
 import itertools
-import multiprocessing
 import sys
 from collections.abc import AsyncGenerator, Callable
 from multiprocessing.connection import Connection
@@ -20,7 +19,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks._front_ends import Running
+from benchmarks._front_ends import Running, server_in_process, told
 from jaxserve import AsyncLLM
 from jaxserve.engine_process import CoreFactory
 
@@ -65,22 +64,16 @@ class Grpc:
 @contextlib.asynccontextmanager
 async def over_grpc(factory: CoreFactory, config: Any) -> AsyncGenerator[Running]:
     """A loaded server over `factory(config)`, whose core must count `running` in its metrics."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=server_process, args=(factory, config, theirs))  # no daemon: it has a child
-    process.start()
-    assert process.pid is not None
-    address = f"127.0.0.1:{await asyncio.to_thread(ours.recv)}"
     local = [("grpc.use_local_subchannel_pool", 1)]  # else all channels share one connection
     async with contextlib.AsyncExitStack() as stack:
+        port, pid, _ = await stack.enter_async_context(server_in_process(serve, (factory, config)))
         channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(address, local)) for _ in range(NUM_CHANNELS)
+            await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}", local))
+            for _ in range(NUM_CHANNELS)
         ]
         await until_ready(channels[0])
         client = Grpc(channels)
-        yield Running(client, process.pid, client.num_running)
-    ours.send("stop")
-    await asyncio.to_thread(process.join)
+        yield Running(client, pid, client.num_running)
 
 
 async def until_ready(channel: grpc.aio.Channel) -> None:
@@ -92,15 +85,11 @@ async def until_ready(channel: grpc.aio.Channel) -> None:
     watch.cancel()
 
 
-def server_process(factory: CoreFactory, config: Any, pipe: Connection) -> None:
-    asyncio.run(serve(factory, config, pipe))
-
-
-async def serve(factory: CoreFactory, config: Any, pipe: Connection) -> None:
-    """Tells its port, and serves until it is told to stop."""
+async def serve(core: tuple[CoreFactory, Any], pipe: Connection) -> None:
+    """Tells its port, and serves until the pipe closes."""
     server = example("server").Server("127.0.0.1:0", model_name="paced")
-    running = asyncio.create_task(server.run(lambda: AsyncLLM.over(factory, config)))
+    running = asyncio.create_task(server.run(lambda: AsyncLLM.over(*core)))
     pipe.send(server.port)
-    await asyncio.to_thread(pipe.recv)
+    await told(pipe, running)
     server.interrupt()
     await running

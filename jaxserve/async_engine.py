@@ -105,6 +105,7 @@ class AsyncLLM:
             QueueFullError: too many requests wait; try again later.
             EngineDeadError: the engine ended, before or meanwhile.
         """
+        now = time.monotonic()
         form = sampling_params.structured_outputs if isinstance(sampling_params, SamplingParams) else None
         if form is not None:
             await asyncio.to_thread(check_grammar, form)  # beside the loop; `process` then finds it done
@@ -117,7 +118,7 @@ class AsyncLLM:
         sequences = self._inputs.process(
             prompt,
             sampling_params,
-            now=time.monotonic(),
+            now=now,
             priority=priority,
             deadline=deadline,
             cache_salt=cache_salt,
@@ -146,7 +147,7 @@ class AsyncLLM:
         """Forgets all cached prompts' pages; False when running requests still hold some."""
         return await self._ask("reset_prefix_cache")
 
-    async def get_metrics(self) -> Any:
+    async def get_metrics(self) -> dict[str, float]:
         """The engine's counters, as `LLM.get_metrics` gives them."""
         return await self._ask("get_metrics")
 

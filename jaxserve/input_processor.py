@@ -100,10 +100,10 @@ class InputProcessor:
         limits = self.limits
         if isinstance(prompt, str):
             token_ids = self._encode_text(prompt)
-        elif isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
+        elif isinstance(prompt, list | tuple):
             token_ids = list(prompt)
         else:
-            raise TypeError(f"a prompt must be a str or a list of token ids (ints), got {type(prompt).__name__}")
+            raise _no_prompt(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty: it must hold at least one token")
         if len(token_ids) >= limits.max_model_len:
@@ -112,7 +112,9 @@ class InputProcessor:
                 f"is needed for output; shorten the prompt to {limits.max_model_len - 1} tokens or, where the model "
                 f"was trained for more, raise max_model_len"
             )
-        self._check_vocabulary("prompt token ids", token_ids)
+        if not all(type(token) is int for token in token_ids):  # only now: a list that is too long is not looked at
+            raise _no_prompt(prompt)
+        self._check_vocabulary("prompt", token_ids)
         return token_ids
 
     def _encode_text(self, prompt: str) -> list[int]:
@@ -164,7 +166,7 @@ class InputProcessor:
         size = self.limits.vocab_size
         wrong = next((token for token in token_ids if not 0 <= token < size), None)
         if wrong is not None:
-            raise ParameterError(name, wrong, f"in the vocabulary [0, {size})")
+            raise ParameterError(name, wrong, f"token ids in the vocabulary [0, {size})")
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of each bad word, at a text's start and after a space."""
@@ -187,6 +189,10 @@ class InputProcessor:
         if max(map(len, unique)) > MAX_BAD_WORD_LEN:
             raise too_long
         return unique
+
+
+def _no_prompt(prompt: object) -> TypeError:
+    return TypeError(f"a prompt must be a str or a list of token ids (ints), got {type(prompt).__name__}")
 
 
 def _check_handling(priority: object, deadline: object, cache_salt: object) -> None:

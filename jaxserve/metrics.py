@@ -1,6 +1,6 @@
 """What one engine counts, and its last steps: plain values, readable anywhere, no exporter needed.
 
-Names of counters and gauges are vLLM's stems behind `jaxserve:`.
+Names of counters and gauges are vLLM's stems, where vLLM has them, behind `jaxserve:`.
 """
 
 import bisect

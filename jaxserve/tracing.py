@@ -63,7 +63,6 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("jaxserve")
         self._propagator = TraceContextTextMapPropagator()
         self._model = {} if model is None else {"gen_ai.request.model": model}
-        self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def context(self, headers: Mapping[str, str]) -> Any:
         """The parent that a `traceparent` among `headers` names; none, or one that is not well formed: a new trace."""
@@ -79,30 +78,32 @@ class RequestTracer:
 
         times = request.metrics
         end_time = time.monotonic() if times.finished_time is None else times.finished_time
+        epoch_ns = time.time_ns() - time.monotonic_ns()  # anew for each, since the clock on the wall may be set
+
+        def ns(monotonic_s: float) -> int:
+            return epoch_ns + round(monotonic_s * 1e9)
+
         span = self._tracer.start_span(
             "llm_request",
             context=request.trace_context,
             kind=SpanKind.SERVER,
             attributes=self._model | attributes(request),
-            start_time=self._ns(times.arrival_time),
+            start_time=ns(times.arrival_time),
         )
         if error is not None:
             span.set_attribute("error.type", type(error).__name__)
             span.set_status(Status(StatusCode.ERROR, str(error)))
         below = set_span_in_context(span)
         for name, start, end in phases(times, end_time):
-            child = self._tracer.start_span(name, context=below, start_time=self._ns(start))
-            child.end(self._ns(end))
-        span.end(self._ns(end_time))
+            child = self._tracer.start_span(name, context=below, start_time=ns(start))
+            child.end(ns(end))
+        span.end(ns(end_time))
 
     def shutdown(self) -> None:
         """Sends what is not sent yet, but waits for a few seconds at most: a collector may be away."""
         sending = threading.Thread(target=self._provider.shutdown, name="last-traces", daemon=True)
         sending.start()
         sending.join(SHUTDOWN_TIMEOUT_S)
-
-    def _ns(self, monotonic_s: float) -> int:
-        return self._epoch_ns + round(monotonic_s * 1e9)
 
 
 def phases(times: "RequestMetrics", end_time: float) -> Iterator[tuple[str, float, float]]:
@@ -120,14 +121,13 @@ def phases(times: "RequestMetrics", end_time: float) -> Iterator[tuple[str, floa
 def attributes(request: "RequestState") -> dict[str, Any]:
     params, times = request.params, request.metrics
     found = {
-        "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "jaxserve",
         "gen_ai.request.id": request.request_id.encode(errors="replace").decode(),
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.top_k": params.top_k,
-        "gen_ai.request.n": len(request.sequences),
+        "gen_ai.request.choice.count": len(request.sequences),
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
         "gen_ai.usage.output_tokens": times.num_generation_tokens,
         "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,

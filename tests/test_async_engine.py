@@ -14,6 +14,7 @@ import pytest
 from echo_core import MAX_MODEL_LEN, echo
 
 from jaxserve import AsyncLLM, EngineDeadError, ParameterError, QueueFullError, RequestError
+from jaxserve.input_processor import InputProcessor
 from jaxserve.mailbox import Mailbox, merge_deltas
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
@@ -78,6 +79,15 @@ def test_a_loop_that_was_held_up_gets_all_that_came_meanwhile_as_one_output(shar
     token_ids = asyncio.run(main())
     assert len(token_ids) > 2
     assert token_ids == list((b"abc" * 100)[1 : 1 + len(token_ids)])
+
+
+def test_a_request_arrives_when_it_is_made_and_not_when_its_grammar_is_checked(shared, monkeypatch):
+    checked = []
+    monkeypatch.setattr("jaxserve.async_engine.check_grammar", lambda form: checked.append(time.monotonic()))
+    monkeypatch.setattr(InputProcessor, "_check_form", lambda *_: None)  # this tokenizer holds no text to a form
+    constrained = params(1, structured_outputs={"regex": "a"})
+    (output,) = asyncio.run(collect(shared, "abc", constrained))
+    assert output.metrics.arrival_time < checked[0]
 
 
 def test_the_three_output_kinds_tell_the_same_text(shared):

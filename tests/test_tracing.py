@@ -81,6 +81,7 @@ def test_a_request_is_a_span_with_its_phases_below_at_their_times(exporter, trac
         "gen_ai.request.model": "tiny",
         "gen_ai.request.id": "r",
         "gen_ai.request.max_tokens": 8,
+        "gen_ai.request.choice.count": 1,
         "gen_ai.request.temperature": 0.5,
         "gen_ai.usage.input_tokens": 2,
         "gen_ai.usage.output_tokens": 2,
@@ -94,6 +95,15 @@ def test_a_request_is_a_span_with_its_phases_below_at_their_times(exporter, trac
         "gen_ai.latency.e2e": pytest.approx(7),
     }
     assert {name: request.attributes[name] for name in expected} == expected
+
+
+def test_spans_follow_a_clock_that_was_set_after_the_start(exporter, tracer, monkeypatch):
+    an_hour_ns, time_ns = 3600 * 10**9, time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + an_hour_ns)
+    outputs = OutputProcessor(None, tracer)
+    outputs.add("r", None, [core_request(arrival_time=time.monotonic())])
+    outputs.process([CoreOutput(seq_id=0, new_token_ids=[5], finish_reason="stop")], time.monotonic())
+    assert by_name(exporter)["llm_request"].start_time / 1e9 == pytest.approx(time.time() + 3600, abs=30)
 
 
 def test_a_request_that_ends_in_prefill_has_no_decode(exporter, tracer):

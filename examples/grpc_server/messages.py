@@ -36,12 +36,11 @@ def params_of(request: pb.GenerateRequest, defaults: SamplingParams) -> Sampling
 
     Raises:
         ParameterError: a field is out of range.
-        NotImplementedError: a field that is not served yet.
     """
     options: dict[str, Any] = {}
     for field, value in request.sampling_params.ListFields():
         if field.name == "structured_outputs":
-            options[field.name] = structured_outputs_of(value)
+            options[field.name] = form_of(value)
         elif field.name == "logit_bias":
             options[field.name] = dict(value)
         else:
@@ -53,11 +52,17 @@ def params_of(request: pb.GenerateRequest, defaults: SamplingParams) -> Sampling
     return dataclasses.replace(defaults, **options, output_kind=kind)
 
 
-def structured_outputs_of(message: pb.StructuredOutputs) -> dict[str, Any]:
-    """The value of `SamplingParams.structured_outputs`, which says itself whether it is served."""
+def form_of(message: pb.StructuredOutputs) -> dict[str, Any]:
+    """The value of `SamplingParams.structured_outputs`.
+
+    Raises:
+        ValueError: no constraint is set, or json_object to false.
+    """
     kind = message.WhichOneof("constraint")
     if kind is None:
         raise ValueError("structured_outputs must hold json_schema, regex, choice, grammar or json_object, got none")
+    if kind == "json_object" and not message.json_object:
+        raise ValueError("structured_outputs.json_object must be true, got false; leave structured_outputs out")
     if kind == "choice":
         return {kind: list(message.choice.choices)}
     return {"json" if kind == "json_schema" else kind: getattr(message, kind)}

@@ -1,6 +1,7 @@
 """`jaxserve serve`: the OpenAI-compatible HTTP server."""
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,8 @@ from jaxserve.server.options import MAX_REQUEST_BYTES, ServerOptions
 if TYPE_CHECKING:
     from jaxserve.server.run import HttpServer
 
+KEY_VARIABLE = "JAXSERVE_API_KEY"
+
 
 @takes(engine=ENGINE_OPTIONS)
 def serve(
@@ -24,8 +27,9 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="JAXSERVE_API_KEY",
-            help="A key that clients must send as a bearer token; may be given several times.",
+            envvar=KEY_VARIABLE,
+            help="A key that clients must send as a bearer token; may be given several times. /, /live.json, /metrics, "
+            "/version and the probes stay open.",
         ),
     ] = None,
     served_model_name: Annotated[
@@ -41,14 +45,17 @@ def serve(
 
     /health tells whether the engine lives, /ready whether requests are taken, /openapi.json what may be asked; / shows
     the engine at work, /metrics is for Prometheus. The first SIGTERM or Ctrl-C refuses new requests and lets running
-    ones end, the second ends them. A dead engine ends the server, with exit code 1.
+    ones end; the second, or --drain-timeout, cuts them, and their clients get an error. A dead engine ends the server,
+    with exit code 1.
     """
     try:
         from jaxserve.server.run import HttpServer
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise ValueError(f"serve needs an HTTP server: {how_to_install('server')}") from error
+    if not api_key and KEY_VARIABLE in os.environ:
+        raise ValueError(f"{KEY_VARIABLE} must hold a key, got nothing; unset it to serve without keys")
     options = ServerOptions(
         served_model_name=served_model_name or engine["model"],
         host=host,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,13 +14,11 @@ from jaxserve.server import info, openapi
 from jaxserve.server.chat import ChatAnswer
 from jaxserve.server.completions import CompletionAnswer
 from jaxserve.server.endpoint import Endpoint
-from jaxserve.server.errors import as_api_error
+from jaxserve.server.errors import ApiError, as_api_error
 from jaxserve.server.middleware import Gate
 from jaxserve.server.options import ServerOptions
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from jaxserve.server.service import Observer, Service
-
-OPEN_PATHS = ("/health", "/ready", "/version")
 
 
 def build_app(
@@ -47,10 +46,10 @@ def build_app(
         ],
         middleware=[
             Middleware(
-                Gate, api_keys=options.api_keys, open_paths=(*OPEN_PATHS, *(route.path for route in open_routes))
+                Gate, api_keys=options.api_keys, open_paths=(*info.OPEN_PATHS, *(route.path for route in open_routes))
             )
         ],
-        exception_handlers={Exception: _answer_error, 404: _answer_error, 405: _answer_error},
+        exception_handlers={ApiError: _answer_error, HTTPException: _answer_error, Exception: _answer_error},
     )
     app.router.redirect_slashes = False
     app.state.service = service

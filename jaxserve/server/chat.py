@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxserve.async_engine import AsyncLLM
+from jaxserve.exceptions import ParameterError
 from jaxserve.input_processor import Prompt
 from jaxserve.outputs import CompletionOutput
 from jaxserve.sampling_params import SamplingParams
@@ -40,8 +41,7 @@ class ChatAnswer(Answer):
     async def of(cls, request: ChatCompletionRequest, llm: AsyncLLM, model: str) -> "ChatAnswer":
         """Raises ApiError, ParameterError or RequestError for a request that cannot be served."""
         check(request, model)
-        limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        params = sampling_params(request, llm, max_tokens=limit, logprobs=_num_logprobs(request))
+        params = sampling_params(request, llm, max_tokens=_limit(request), logprobs=_num_logprobs(request, llm))
         prompt = await prompts.of_chat(request, llm)
         return cls(request, model, prompt, params, await llm.get_tokenizer())
 
@@ -79,7 +79,21 @@ class ChatAnswer(Answer):
         return logprobs.of_chat(sample, self.params.logprobs or 0, self._tokenizer)
 
 
-def _num_logprobs(request: ChatCompletionRequest) -> int | None:
-    if request.top_logprobs is not None and not request.logprobs:
+def _limit(request: ChatCompletionRequest) -> int | None:
+    limit = request.max_completion_tokens
+    if limit is None:
+        return request.max_tokens
+    if limit < 1:
+        raise ParameterError("max_completion_tokens", limit, "at least 1")
+    return limit
+
+
+def _num_logprobs(request: ChatCompletionRequest, llm: AsyncLLM) -> int | None:
+    num_top, most = request.top_logprobs, llm.limits.max_logprobs
+    if num_top is not None and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    return (request.top_logprobs or 0) if request.logprobs else None
+    if num_top is not None and num_top < 0:
+        raise ParameterError("top_logprobs", num_top, "at least 0")
+    if num_top is not None and num_top > most != -1:
+        raise ParameterError("top_logprobs", num_top, f"at most max_logprobs ({most})")
+    return (num_top or 0) if request.logprobs else None

@@ -13,6 +13,8 @@ from jaxserve.server.errors import RETRY_AFTER, ApiError
 from jaxserve.server.protocol import ModelCard, ModelList, Status, Version
 from jaxserve.server.service import Service
 
+OPEN_PATHS = ("/health", "/ready", "/version")  # where no API key is asked for
+
 
 def as_json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
@@ -48,9 +50,7 @@ def routes(service: Service) -> Sequence[Route]:
     return [
         Route("/v1/models", models),
         Route("/v1/models/{model:path}", model),
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/version", version),
+        *map(Route, OPEN_PATHS, (health, ready, version)),
     ]
 
 

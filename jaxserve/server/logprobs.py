@@ -8,7 +8,7 @@ LOWEST = -9999.0  # JSON has no minus infinity
 
 
 def of_completion(sample: CompletionOutput, first_offset: int) -> CompletionLogprobs:
-    """`first_offset`: characters of the text before this part of it."""
+    """`first_offset`: characters of the tokens before these."""
     result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     offset = first_offset
     for token_id, candidates in zip(sample.token_ids, sample.logprobs or (), strict=True):

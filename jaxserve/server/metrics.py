@@ -1,11 +1,10 @@
-"""GET /metrics for Prometheus: vLLM's stems behind `jaxserve:`, labelled with the model's name.
+"""GET /metrics for Prometheus: mostly vLLM's stems, behind `jaxserve:`, labelled with the model's name.
 
 Gauges and counters are the engine's own, asked for at each scrape. Histograms of requests are filled by `observe`.
 """
 
 import bisect
 import itertools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -19,7 +18,7 @@ from starlette.routing import Route
 from jaxserve.async_engine import AsyncLLM
 from jaxserve.exceptions import EngineDeadError
 from jaxserve.outputs import RequestMetrics, RequestOutput
-from jaxserve.server.progress import ProgressWatch
+from jaxserve.server.progress import Progress
 
 PREFIX = "jaxserve:"
 GAUGES = {
@@ -38,9 +37,7 @@ COUNTERS = {
     "num_steps": "Steps of the engine.",
     "num_stalls": "Steps that waited for a compile after warm-up.",
     "compile_seconds": "Time spent on compiles.",
-    "request_success": "Sequences that ended, by the reason.",
 }
-ITERATION_TOKENS = "iteration_tokens"  # the engine's only histogram
 
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
                  640, 2560)  # fmt: skip
@@ -82,18 +79,16 @@ class Histogram:
 
 
 class ServerMetrics:
-    """Give `observe` every `RequestOutput`, of any kind, before it is sent, and the app `routes`."""
+    """An `Observer`, and the route that shows what it saw."""
 
     def __init__(self, model_name: str):
         self._model_name = model_name
-        self._watch = ProgressWatch()
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
 
-    def observe(self, output: RequestOutput) -> None:
-        first_s, gaps = self._watch.advance(output)
-        if first_s is not None:
-            self._histograms["time_to_first_token_seconds"].observe(first_s)
-        for gap in gaps:
+    def observe(self, output: RequestOutput, progress: Progress) -> None:
+        if progress.first_token_s is not None:
+            self._histograms["time_to_first_token_seconds"].observe(progress.first_token_s)
+        for gap in progress.gaps_s:
             self._histograms["inter_token_latency_seconds"].observe(gap)
         if output.finished and output.metrics is not None:
             self._observe_end(len(output.prompt_token_ids), output.metrics)
@@ -124,8 +119,8 @@ class ServerMetrics:
                 return PlainTextResponse("the model is still loading\n", 503)
             try:
                 values = await llm.get_metrics()
-            except EngineDeadError as error:
-                return PlainTextResponse(f"the engine has ended: {error}\n", 503)
+            except EngineDeadError:  # whose text is not for everybody
+                return PlainTextResponse("the engine has ended\n", 503)
             return Response(self.expose(values), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
         return [Route("/metrics", metrics)]
@@ -153,30 +148,31 @@ class _Families(Collector):
 
 
 def engine_families(values: Mapping[str, float], model_name: str) -> Iterator[Metric]:
-    """Values by name, where a name may end in one label as in `jaxserve:request_success{finished_reason="stop"}`."""
-    by_stem: dict[str, dict[str, float]] = {}  # stem -> label's value ("" without one) -> value
-    for name, value in values.items():
-        stem, label = _parse(name)
-        by_stem.setdefault(stem, {})[label] = value
+    """What `AsyncLLM.get_metrics` gives; a gauge that it lacks is left out."""
     for stem, help_text in GAUGES.items():
-        if stem in by_stem:
+        if (value := values.get(PREFIX + stem)) is not None:
             family = GaugeMetricFamily(PREFIX + stem, help_text, labels=["model_name"])
-            family.add_metric([model_name], by_stem[stem][""])
+            family.add_metric([model_name], value)
             yield family
     for stem, help_text in COUNTERS.items():
-        reasons = ["finished_reason"] if stem == "request_success" else []
-        family = CounterMetricFamily(PREFIX + stem, help_text, labels=["model_name", *reasons])
-        for label, value in by_stem.get(stem, {}).items():
-            family.add_metric([model_name, label] if reasons else [model_name], value)
+        family = CounterMetricFamily(PREFIX + stem, help_text, labels=["model_name"])
+        if (value := values.get(PREFIX + stem)) is not None:
+            family.add_metric([model_name], value)
         yield family
-    if buckets := by_stem.get(f"{ITERATION_TOKENS}_bucket"):
+    success = CounterMetricFamily(
+        f"{PREFIX}request_success", "Sequences that ended, by the reason.", labels=["model_name", "finished_reason"]
+    )
+    for reason, count in _labelled(values, "request_success"):
+        success.add_metric([model_name, reason], count)
+    yield success
+    if buckets := _labelled(values, "iteration_tokens_bucket"):
         family = HistogramMetricFamily(
-            f"{PREFIX}{ITERATION_TOKENS}_total", "Tokens that a step computed.", labels=["model_name"]
+            f"{PREFIX}iteration_tokens_total", "Tokens that a step computed.", labels=["model_name"]
         )
-        family.add_metric([model_name], list(buckets.items()), by_stem[ITERATION_TOKENS][""])
+        family.add_metric([model_name], buckets, values[f"{PREFIX}iteration_tokens"])
         yield family
 
 
-def _parse(name: str) -> tuple[str, str]:
-    stem, label = re.fullmatch(r'jaxserve:(\w+)(?:\{\w+="([^"]*)"\})?', name).groups()  # pyright: ignore
-    return stem, label or ""
+def _labelled(values: Mapping[str, float], stem: str) -> list[tuple[str, float]]:
+    """Label and value of each name like `jaxserve:request_success{finished_reason="stop"}`."""
+    return [(name.split('"')[1], value) for name, value in values.items() if name.startswith(f"{PREFIX}{stem}{{")]

@@ -1,8 +1,7 @@
-"""What every request passes first: a request id, and the API key. Plain ASGI, since it wraps each write of a stream."""
+"""What every request passes first: the API key, and its id's echo. Plain ASGI, as it wraps each write of a stream."""
 
 import hmac
 import re
-import uuid
 from collections.abc import Collection, Sequence
 from hashlib import sha256
 
@@ -16,7 +15,7 @@ _VALID_ID = re.compile(r"[!-~]{1,128}")
 
 
 class Gate:
-    """Echoes X-Request-Id, or makes one, and asks for `Authorization: Bearer KEY` but for the paths in `open_paths`."""
+    """Echoes a well-formed X-Request-Id, and asks for `Authorization: Bearer KEY` but for the paths in `open_paths`."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Collection[str]):
         self._app, self._open_paths = app, frozenset(open_paths)
@@ -27,12 +26,12 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given_id = headers.get(REQUEST_ID, "")
-        request_id = (given_id if _VALID_ID.fullmatch(given_id) else uuid.uuid4().hex).encode()
+        request_id = headers.get(REQUEST_ID, "")
+        echo = [(REQUEST_ID.encode(), request_id.encode())] if _VALID_ID.fullmatch(request_id) else []
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID.encode(), request_id)]}
+                message = {**message, "headers": [*message.get("headers", ()), *echo]}
             await send(message)
 
         app = self._app

@@ -10,6 +10,7 @@ from starlette.responses import Response
 import jaxserve
 from jaxserve.server import protocol
 from jaxserve.server.errors import ErrorResponse
+from jaxserve.server.info import OPEN_PATHS
 
 REF = "#/components/schemas/{name}"
 STRUCTS = (
@@ -27,7 +28,7 @@ REQUEST_ID = {
     "name": "X-Request-Id",
     "in": "header",
     "required": False,
-    "description": "Comes back with the answer; made up where it is left out or odd.",
+    "description": "Comes back with the answer: up to 128 printable ASCII characters without spaces.",
     "schema": {"type": "string"},
 }
 
@@ -51,7 +52,7 @@ def encoded() -> bytes:
 def schema() -> dict[str, Any]:
     """The OpenAPI document."""
     _, schemas = msgspec.json.schema_components(STRUCTS, ref_template=REF)
-    return {
+    document = {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": jaxserve.__version__},
         "paths": {
@@ -64,13 +65,16 @@ def schema() -> dict[str, Any]:
                 "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
                 **_get("One model by its id.", protocol.ModelCard, errors=(401, 404, 503)),
             },
-            "/health": _get("Does the engine live?", protocol.Status, is_open=True, other={503: protocol.Status}),
-            "/ready": _get("Are requests taken?", protocol.Status, is_open=True, other={503: protocol.Status}),
-            "/version": _get("Of jaxserve.", protocol.Version, is_open=True),
+            "/health": _get("Does the engine live?", protocol.Status, other={503: protocol.Status}),
+            "/ready": _get("Are requests taken?", protocol.Status, other={503: protocol.Status}),
+            "/version": _get("Of jaxserve.", protocol.Version),
         },
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],  # the server asks for a key only where it was given one
     }
+    for path in OPEN_PATHS:
+        document["paths"][path]["get"]["security"] = []
+    return document
 
 
 def _post(summary: str, request: type, answer: type) -> dict[str, Any]:
@@ -91,12 +95,11 @@ def _get(
     answer: type,
     *,
     errors: tuple[int, ...] = (),
-    is_open: bool = False,
     other: dict[int, type] | None = None,
 ) -> dict[str, Any]:
     others = {str(status): _answer(kind, "No.") for status, kind in (other or {}).items()}
     operation = {"summary": summary, "responses": {"200": _answer(answer, "Yes."), **others, **_errors(*errors)}}
-    return {"get": {**operation, "security": []} if is_open else operation}
+    return {"get": operation}
 
 
 def _errors(*statuses: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxserve.exceptions import ParameterError
 
-MAX_REQUEST_BYTES = 32 << 20
+MAX_REQUEST_BYTES = 8 << 20  # all streams wait while one body is decoded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,4 +34,4 @@ class ServerOptions:
             if not 0.0 < getattr(self, name) <= 86400.0:
                 raise ParameterError(name, getattr(self, name), "seconds in (0, 86400]")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise ParameterError("api_keys", "a key", "made of printable ASCII without spaces")  # keys are not shown
+            raise ParameterError("api_keys", "<hidden>", "made of printable ASCII without spaces")

@@ -19,7 +19,8 @@ from jaxserve.async_engine import AsyncLLM
 from jaxserve.exceptions import EngineDeadError
 from jaxserve.metrics import NUM_STEP_RECORDS, StepRecord
 from jaxserve.outputs import RequestOutput
-from jaxserve.server.progress import ProgressWatch
+from jaxserve.server.errors import bad_request
+from jaxserve.server.progress import Progress
 
 WINDOW_S = 60
 RATE_WINDOW_S = 5.0
@@ -70,21 +71,19 @@ class LatencyWindow:
 
 
 class LivePage:
-    """Give `observe` every `RequestOutput`, of any kind, before it is sent, and the app `routes`."""
+    """An `Observer`, and the routes that show what it saw."""
 
     def __init__(self, model_name: str, now: Callable[[], float] = time.monotonic):
         self._model_name, self._now = model_name, now
-        self._watch = ProgressWatch()
         self._ttft, self._tbt = LatencyWindow(), LatencyWindow()
         self._steps: collections.deque[StepRecord] = collections.deque(maxlen=NUM_STEP_RECORDS)
 
-    def observe(self, output: RequestOutput) -> None:
-        first_s, gaps = self._watch.advance(output)
+    def observe(self, output: RequestOutput, progress: Progress) -> None:
         now = self._now()
-        if first_s is not None:
-            self._ttft.add([first_s], now)
-        if gaps:
-            self._tbt.add(gaps, now)
+        if progress.first_token_s is not None:
+            self._ttft.add([progress.first_token_s], now)
+        if progress.gaps_s:
+            self._tbt.add(progress.gaps_s, now)
 
     def routes(self, engine: Callable[[], AsyncLLM | None]) -> list[Route]:
         """GET / and GET /live.json over `engine()`, which is None while the model loads."""
@@ -96,7 +95,7 @@ class LivePage:
         async def live(request: Request) -> Response:
             since = request.query_params.get("since", "0")
             if not re.fullmatch("[0-9]{1,15}", since):
-                return _json({"error": f"since must be the number of a step, got {since[:40]!r}"}, 400)
+                return bad_request(f"since must be the number of a step, got {since[:40]!r}", "since").response()
             try:
                 llm = engine()
                 if llm is None:

@@ -26,6 +26,10 @@ async def of_completion(given: str | Sequence[Any], llm: AsyncLLM) -> list[Promp
         RequestError: a text that cannot be a prompt.
     """
     items = [given] if isinstance(given, str) else given
+    max_model_len = llm.limits.max_model_len
+    if len(items) > max(MAX_PROMPTS, max_model_len):  # do not even look at them
+        most = f"{max_model_len} token ids or {MAX_PROMPTS} prompts"
+        raise bad_request(f"prompt must hold at most {most}, got {len(items)}", "prompt")
     kinds = {type(item) for item in items}
     if len(kinds) != 1:
         found = "an empty list" if not kinds else "a list of " + " and ".join(sorted(kind.__name__ for kind in kinds))
@@ -37,7 +41,6 @@ async def of_completion(given: str | Sequence[Any], llm: AsyncLLM) -> list[Promp
     if kinds == {list}:
         return list(items)
     tokenizer = await _tokenizer(llm)
-    max_model_len = llm.limits.max_model_len
     return await asyncio.to_thread(lambda: [_encode(tokenizer, text, max_model_len) for text in items])
 
 

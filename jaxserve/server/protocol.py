@@ -153,7 +153,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry a token in each list; `text_offset` counts characters from the start of the text."""
+    """One entry a token in each list; `text_offset` counts the characters of `tokens` before it."""
 
     text_offset: list[int]
     token_logprobs: list[float]

@@ -72,7 +72,7 @@ class HttpServer:
     def stop(self) -> None:
         """Begins to drain; called again, ends what still runs. From the loop's thread only."""
         if self._stopped.is_set():
-            self.service.drain_until = 0.0
+            self.service.hurry()
         self._stopped.set()
 
     async def run(
@@ -103,7 +103,7 @@ class HttpServer:
                 if profile is not None:
                     await engine.stop_profile()
         finally:
-            self.service.draining = True
+            self.service.close()
             self._server.should_exit = True
             await serving
             if self.service.llm is not None:
@@ -149,7 +149,7 @@ class _Uvicorn(uvicorn.Server):
 def _load_into(loading: Future[AsyncLLM], load: Callable[[], AsyncLLM]) -> None:
     try:
         loading.set_result(load())
-    except Exception as error:
+    except BaseException as error:  # or the server would wait for ever
         loading.set_exception(error)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from jaxserve.async_engine import AsyncLLM
@@ -11,22 +12,23 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.errors import unavailable
 from jaxserve.server.options import ServerOptions
+from jaxserve.server.progress import Progress, ProgressWatch
 
-type Observer = Callable[[RequestOutput], None]
+type Observer = Callable[[RequestOutput, Progress], None]
 type Outputs = AsyncGenerator[tuple[int, RequestOutput]]  # with the number of the prompt
 
 
 class Service:
-    """`llm` is None until the model is loaded; `draining` refuses new requests.
+    """`llm` is None until the model is loaded.
 
-    Each observer is called for every output before it is written. An output is the observers' to read, not to keep:
-    what is in it grows or is dropped later.
+    Each observer is called for every output, with what is new in it, before it is written. An output is the observers'
+    to read, not to keep: what is in it grows or is dropped later.
     """
 
     def __init__(self, llm: AsyncLLM | None, options: ServerOptions, observers: Sequence[Observer] = ()):
         self.llm, self.options = llm, options
-        self.draining, self.drain_until = False, 0.0
-        self._observers = tuple(observers)
+        self._draining = self._hurried = False
+        self._observers, self._watch = tuple(observers), ProgressWatch()
         self._running: set[str] = set()  # engine's request ids
 
     @property
@@ -42,7 +44,7 @@ class Service:
 
     def engine(self) -> AsyncLLM:
         """Raises ApiError, 503, while no requests are taken."""
-        if self.draining:
+        if self._draining:
             raise unavailable("the server is stopping", "stopping")
         return self.loaded()
 
@@ -52,7 +54,7 @@ class Service:
 
     def is_ready(self) -> bool:
         """The model is loaded and requests are taken."""
-        return self.llm is not None and not self.draining and self.llm.is_running
+        return self.llm is not None and not self._draining and self.llm.is_running
 
     async def generate(
         self,
@@ -68,7 +70,7 @@ class Service:
 
         Raises:
             ApiError, RequestError, ParameterError, QueueFullError, EngineDeadError: as the engine does; an error of
-                one prompt ends them all.
+                one prompt ends them all. ApiError, 503, too, where the end of `drain` cut an answer short.
         """
         llm = self.engine()
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
@@ -80,17 +82,28 @@ class Service:
         try:
             async with contextlib.aclosing(_only(streams[0]) if len(streams) == 1 else _merged(streams)) as outputs:
                 async for index, output in outputs:
+                    progress = self._watch.advance(output)
                     for observe in self._observers:
-                        observe(output)
+                        observe(output, progress)
+                    if self._draining and any(sample.finish_reason == "abort" for sample in output.outputs):
+                        raise unavailable("the server stopped before the answer was complete", "stopping")
                     yield index, output
         finally:
             self._running.difference_update(ids)
 
+    def close(self) -> None:
+        """Refuses new requests from now on."""
+        self._draining = True
+
+    def hurry(self) -> None:
+        """Lets `drain`, now or later, wait for nobody."""
+        self._hurried = True
+
     async def drain(self) -> None:
-        """Refuses new requests and waits for the running ones; those that run at `drain_until` are ended."""
-        loop = asyncio.get_running_loop()
-        self.draining, self.drain_until = True, loop.time() + self.options.drain_timeout_s
-        while self._running and loop.time() < self.drain_until:
+        """Refuses new requests and waits for the running ones; ends those that run at the limit, or at `hurry`."""
+        self.close()
+        end = time.monotonic() + self.options.drain_timeout_s
+        while self._running and not self._hurried and time.monotonic() < end:
             await asyncio.sleep(0.05)
         with contextlib.suppress(EngineDeadError):
             for request_id in list(self._running):

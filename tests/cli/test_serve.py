@@ -57,9 +57,22 @@ def test_a_taken_port_or_a_bad_key_is_one_line_and_exit_code_2(run, no_engine):
     assert no_engine == []
 
 
-def test_without_the_extra_the_way_to_it_is_told(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "jaxserve.server.run", raising=False)
+@pytest.mark.parametrize("nothing", ["", "  "])
+def test_a_key_variable_that_holds_nothing_starts_no_open_server(run, no_engine, monkeypatch, nothing):
+    monkeypatch.setenv("JAXSERVE_API_KEY", nothing)
+    code, _, err, _ = run("serve", "--model", "m", "--port", "0")
+    assert (code, err) == (
+        2,
+        "error: JAXSERVE_API_KEY must hold a key, got nothing; unset it to serve without keys\n",
+    )
+    assert no_engine == []
+
+
+@pytest.mark.parametrize("library", ["starlette", "uvicorn", "prometheus_client"])
+def test_without_the_extra_the_way_to_it_is_told(run, monkeypatch, library):
+    for name in [name for name in sys.modules if name.startswith((f"{library}.", "jaxserve.server."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
     code, _, err, _ = run("serve", "--model", "m")
     assert code == 2
     assert 'pip install "jaxserve[server]"' in err

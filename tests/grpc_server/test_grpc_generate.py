@@ -112,12 +112,13 @@ def test_a_slow_reader_gets_fewer_longer_deltas(it):
         (request(bad_words=list(map(str, range(100)))), "bad_words"),
         (request(logprobs=99), "logprobs"),
         (request(prompt_logprobs=-2), "prompt_logprobs"),
-        (request(structured_outputs=pb.StructuredOutputs()), "structured_outputs"),
+        (request(structured_outputs=pb.StructuredOutputs()), "structured_outputs must hold"),
+        (request(structured_outputs=pb.StructuredOutputs(json_object=False)), "json_object must be true, got false"),
         (request(""), "prompt is empty"),
         (request("x" * 5000), "prompt has 5000 characters"),
         (request(request_id="x" * 257), "request_id must be at most 256 characters"),
         (pb.GenerateRequest(), "prompt must be set"),
-        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "prompt token ids"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "prompt must be token ids"),
     ],
 )
 def test_a_bad_field_is_named(it, message, named):
@@ -136,7 +137,7 @@ def test_a_bad_field_is_named(it, message, named):
     ],
 )
 def test_constraints_have_the_librarys_names(message, options):
-    assert messages.structured_outputs_of(pb.StructuredOutputs(**message)) == options
+    assert messages.form_of(pb.StructuredOutputs(**message)) == options
 
 
 def test_a_full_queue_and_a_refusing_engine_have_their_codes(it):

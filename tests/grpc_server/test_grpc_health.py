@@ -179,8 +179,3 @@ def test_a_defect_is_logged_and_does_not_leak(caplog):
     code, details = guard.status_of(KeyError("secret"))
     assert (code, "secret" in details) == (Code.INTERNAL, False)
     assert "secret" in caplog.text
-
-
-def test_what_the_library_does_not_serve_yet_is_unimplemented():
-    error = NotImplementedError("watermarking is not supported yet; leave it out")
-    assert guard.status_of(error) == (Code.UNIMPLEMENTED, str(error))

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import multiprocessing
 import time
 from array import array
 
@@ -51,6 +52,21 @@ def test_a_wrong_stream_is_counted(texts, num_wrong):
 def test_a_client_that_leaves_has_right_tokens_until_then():
     assert load_of(Scripted("0001", "0002", "0003"), 9, drop_at=2).num_wrong == 0
     assert load_of(Scripted("0001", "0003", "0003"), 9, drop_at=2).num_wrong == 1
+
+
+@pytest.mark.parametrize("broken", ["the server", "the run"])
+def test_a_run_that_fails_ends_with_its_server(tmp_path, broken):
+    stamps = tmp_path / "stamps"
+    if broken == "the run":
+        stamps.write_bytes(bytes(8 * NUM_STAMPS))
+
+    async def main() -> None:
+        async with over_http({"step_s": 0.001, "stamps": str(stamps)}):
+            raise ZeroDivisionError
+
+    with pytest.raises(EOFError if broken == "the server" else ZeroDivisionError):
+        asyncio.run(main())
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.full

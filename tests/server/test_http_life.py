@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import socket
+import sys
 import threading
 
 import openai
@@ -174,6 +175,15 @@ def test_an_engine_that_cannot_start_is_the_servers_error():
         pass
 
 
+def test_a_load_that_exits_ends_the_server():
+    async def main() -> None:
+        server = HttpServer(OPTIONS)
+        await asyncio.wait_for(server.run(lambda: sys.exit("no weights here")), 30)
+
+    with pytest.raises(SystemExit, match="no weights here"):
+        asyncio.run(main())
+
+
 def load_nothing() -> AsyncLLM:
     from echo_core import echo
 
@@ -194,17 +204,25 @@ def test_a_stop_refuses_new_requests_and_lets_running_ones_end():
         socket.create_connection(("127.0.0.1", it.port)).close()
 
 
-@pytest.mark.parametrize("drain_timeout_s", [0.05, 20.0])
-def test_what_runs_longer_than_the_limit_or_a_second_stop_is_ended(drain_timeout_s):
+@pytest.mark.parametrize("ended_by", ["the limit", "a second stop", "a second stop at once"])
+def test_what_runs_longer_than_the_limit_or_a_second_stop_is_cut_and_says_so(ended_by):
+    drain_timeout_s = 0.05 if ended_by == "the limit" else 20.0
     options = ServerOptions(served_model_name="echo", port=0, drain_timeout_s=drain_timeout_s)
     with running(options) as it, it.client(max_retries=0) as client:
         chunks = client.completions.create(model="echo", prompt="abc", max_tokens=4000, stream=True)
         next(chunks)
-        it.in_loop(it.server.stop)
-        if drain_timeout_s > 1:
-            assert eventually(lambda: it.ask("GET", "/ready")[0] == 503)
+        with raw_request(it.port, COMPLETIONS, LONG) as whole:
+            it.settled(running=2)
             it.in_loop(it.server.stop)
-        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "abort"
+            if ended_by == "a second stop":
+                assert eventually(lambda: it.ask("GET", "/ready")[0] == 503)
+            if ended_by != "the limit":
+                it.in_loop(it.server.stop)
+            with pytest.raises(openai.APIError, match="stopped before the answer was complete"):
+                list(chunks)
+            answer = read_until(whole, b"}}")
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"code":"stopping"' in answer
 
 
 def kill_the_engine() -> None:

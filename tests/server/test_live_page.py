@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from jaxserve import AsyncLLM, RequestOutputKind, SamplingParams
 from jaxserve.metrics import NUM_STEP_RECORDS, StepRecord
 from jaxserve.server.page import LatencyWindow, LivePage, page, tokens_per_s
+from jaxserve.server.progress import ProgressWatch
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -35,8 +36,9 @@ def client(live: LivePage, engine) -> httpx.AsyncClient:
 
 async def serve(llm, live: LivePage, prompt: str, num_tokens: int, kind=RequestOutputKind.DELTA) -> None:
     params = SamplingParams(max_tokens=num_tokens, output_kind=kind)
+    watch = ProgressWatch()
     async for output in llm.generate(prompt, params, f"request {prompt} {kind}"):
-        live.observe(output)
+        live.observe(output, watch.advance(output))
 
 
 # -------------------------------------------------------------------------------------------------------- the numbers
@@ -121,7 +123,7 @@ def test_a_since_that_is_no_step_is_refused():
     for answer in asyncio.run(main()):
         assert answer.status_code == 400
         assert answer.headers["content-type"] == "application/json"
-        assert "since must be the number of a step" in answer.json()["error"]
+        assert "since must be the number of a step" in answer.json()["error"]["message"]
 
 
 def test_live_json_says_when_there_is_no_engine():
