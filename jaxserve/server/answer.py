@@ -16,11 +16,10 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import (
     RequestOutputKind,
     SamplingParams,
-    StructuredOutputsParams,
     structured_outputs_of,
 )
 from jaxserve.server.errors import ApiError, bad_request
-from jaxserve.server.protocol import SAMPLING_FIELDS, GenerationRequest, StructuredOutputs, Usage
+from jaxserve.server.protocol import SAMPLING_FIELDS, GenerationRequest, Usage
 from jaxserve.server.service import Outputs
 
 MAX_N = 128  # samples of one prompt, as at OpenAI
@@ -125,23 +124,15 @@ def sampling_params(request: GenerationRequest, llm: AsyncLLM, **fixed: Any) -> 
         raise ParameterError("n", request.n, f"at most {MAX_N}")
     given = _given(request, SAMPLING_FIELDS)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    options = given | {"structured_outputs": _form(request)} | fixed | {"output_kind": kind}
+    theirs, ours = (field and _given(field) for field in (request.response_format, request.structured_outputs))
+    form = structured_outputs_of(theirs, ours)
+    options = given | {"structured_outputs": form} | fixed | {"output_kind": kind}
     return dataclasses.replace(llm.get_default_sampling_params(), **options)
 
 
-def _form(request: GenerationRequest) -> StructuredOutputsParams | None:
-    wish, form = request.response_format, None
-    if wish is not None:
-        form = structured_outputs_of(_given(wish, wish.__struct_fields__))
-    if request.structured_outputs is None:
-        return form
-    if form is not None:
-        raise bad_request("response_format and structured_outputs exclude each other", "structured_outputs")
-    return StructuredOutputsParams.of(_given(request.structured_outputs, StructuredOutputs.__struct_fields__))
-
-
-def _given(request: msgspec.Struct, names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(request, name)) is not None}
+def _given(request: msgspec.Struct, names: Sequence[str] = ()) -> dict[str, Any]:
+    """What the request says of these fields, or of all."""
+    return {name: value for name in names or request.__struct_fields__ if (value := getattr(request, name)) is not None}
 
 
 def check_size(num_prompts: int, n: int) -> None:
