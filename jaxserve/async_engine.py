@@ -257,6 +257,7 @@ class AsyncLLM:
             self._loop.remove_reader(self._process.fileno())
         self._loop, self._flush_is_due = loop, False
         loop.add_reader(self._process.fileno(), self._read)
+        os.set_blocking(self._process.fileno(), True)  # uvloop changes it, and large messages then fail half-way
         for request_id in list(self._mailboxes):  # of a loop that was closed over them
             self._abort(request_id)
 

@@ -28,12 +28,8 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig):
         tracer = tracing.configured(config.runtime.otlp_traces_endpoint, model=config.model.model)
-        start = time.monotonic()
-        loaded = load_model(config)
+        loaded, self.core = start_core(config)
         self.tokenizer: Tokenizer | None = loaded.tokenizer
-        middle = time.monotonic()
-        self.core = EngineCore.over(config, loaded)
-        self.core.start_s = {"load": middle - start, "engine": time.monotonic() - middle}
         self._inputs = InputProcessor(
             self.tokenizer, self.core.limits(), loaded.generation_config, seed=config.model.seed
         )
@@ -135,6 +131,16 @@ class LLMEngine:
     def close(self) -> None:
         self.core.close()
         self._outputs.close()
+
+
+def start_core(config: EngineConfig) -> tuple[weights.LoadedModel, EngineCore]:
+    """The model that the options name, and a core over it that knows how long its start took."""
+    start = time.monotonic()
+    loaded = load_model(config)
+    middle = time.monotonic()
+    core = EngineCore.over(config, loaded)
+    core.start_s = {"load": middle - start, "engine": time.monotonic() - middle}
+    return loaded, core
 
 
 def load_model(config: EngineConfig) -> weights.LoadedModel:

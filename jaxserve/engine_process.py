@@ -51,11 +51,9 @@ type CoreFactory = Callable[[Any], tuple[Core, Facts]]  # of the config; importa
 
 def start_core(config: "EngineConfig") -> tuple[Core, Facts]:
     """The `CoreFactory` of real models: loads what `config` names."""
-    from jaxserve.engine import load_model  # the parent does without weights and runner
-    from jaxserve.engine_core import EngineCore
+    from jaxserve import engine  # the parent does without weights and runner
 
-    loaded = load_model(config)
-    core = EngineCore.over(config, loaded)
+    loaded, core = engine.start_core(config)
     limits = core.limits()
     return core, Facts(
         tokenizer=None if loaded.tokenizer is None else TokenizerFacts.of(loaded.tokenizer),

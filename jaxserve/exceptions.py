@@ -5,6 +5,11 @@ request while the engine lives on; `EngineDeadError` ends everything.
 """
 
 
+def how_to_install(extra: str) -> str:
+    """The command that brings an extra of jaxserve, for a package and for a checkout."""
+    return f'pip install "jaxserve[{extra}]", or in a checkout: .venv/bin/pip install -e ".[{extra}]"'
+
+
 class JaxserveError(Exception):
     """Root of the errors that are not a plain ValueError or NotImplementedError."""
 

@@ -77,8 +77,7 @@ class InputProcessor:
             CoreRequest(
                 seq_id=first_id + index,
                 prompt_token_ids=prompt_token_ids,
-                params=dataclasses.replace(
-                    params,
+                params=params.sample(
                     n=1,
                     seed=_wrap_int64(seed + index),
                     max_tokens=max_tokens,
@@ -201,7 +200,7 @@ def _check_handling(priority: object, deadline: object, cache_salt: object) -> N
         raise ParameterError("priority", priority, "an integer")
     if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
         raise ParameterError("deadline", deadline, "None or a number of seconds")
-    if deadline is not None and not math.isfinite(deadline):
+    if deadline is not None and not abs(deadline) < math.inf:  # ints of any size compare
         raise ParameterError("deadline", deadline, "a finite number of seconds")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise ParameterError("cache_salt", cache_salt, "None or a str")

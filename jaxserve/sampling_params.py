@@ -1,5 +1,6 @@
 """How to sample one request: vLLM's names, defaults and ranges."""
 
+import copy
 import dataclasses
 import difflib
 import enum
@@ -15,6 +16,8 @@ from jaxserve.structured_params import (
 
 MAX_N = 16384
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 8192
+MAX_LISTED = 4096  # entries of a list or mapping; what a model can hold of each is less
+MAX_ALLOWED_TOKEN_IDS = 1 << 20  # more than any vocabulary
 FLAGS = (
     "include_stop_str_in_output",
     "ignore_eos",
@@ -111,11 +114,11 @@ class SamplingParams:
         def put(name: str, value: object) -> None:  # the one place where a frozen field is written
             object.__setattr__(self, name, value)
 
-        put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, MAX_LISTED))
         for name in ("stop_token_ids", "bad_words"):
-            put(name, _as_tuple(name, getattr(self, name)))
+            put(name, _as_tuple(name, getattr(self, name), MAX_LISTED))
         if self.allowed_token_ids is not None:
-            put("allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+            put("allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS))
         if self.structured_outputs is not None:
             put("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         if self.logit_bias is not None:
@@ -198,16 +201,25 @@ class SamplingParams:
                 raise ParameterError(name, value, f"left out: it is no sampling parameter ({hint})")
         return cls(**options)
 
+    def sample(self, **fields: Any) -> "SamplingParams":
+        """A copy for one sample of a request: `fields` are in range, and the rest was checked before."""
+        copied = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(copied, name, value)
+        return copied
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-def _as_tuple(name: str, given: object) -> tuple:
+def _as_tuple(name: str, given: object, most: int) -> tuple:
     if given is None:
         return ()
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ParameterError(name, given, "a list")
+    if len(given) > most:  # before anything is done with each
+        raise ParameterError(name, f"{len(given)} entries", f"at most {most} entries")
     return tuple(given)
 
 
@@ -215,9 +227,11 @@ def _as_bias(given: object) -> dict[int, float]:
     """Token id -> bias within +-100; JSON's string keys are taken as ids."""
     if not isinstance(given, Mapping):
         raise ParameterError("logit_bias", given, "a mapping of token ids to numbers")
+    if len(given) > MAX_LISTED:
+        raise ParameterError("logit_bias", f"{len(given)} entries", f"at most {MAX_LISTED} entries")
     bias = {}
     for token, value in given.items():
-        if isinstance(token, str) and token.isdecimal():
+        if isinstance(token, str) and token.isdecimal() and len(token) < 20:  # int() refuses thousands of digits
             token = int(token)
         _integer("logit_bias", token, 0)
         _number("logit_bias", value, -1e38, 1e38, "finite numbers")

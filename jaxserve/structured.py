@@ -9,7 +9,7 @@ import json
 import threading
 from typing import Any
 
-from jaxserve.exceptions import RequestError
+from jaxserve.exceptions import RequestError, how_to_install
 from jaxserve.structured_params import CONSTRAINTS, StructuredOutputsParams
 
 # Beside llguidance's fuel, which bounds the time that a compile and a mask take. A lexer state takes 1 to 2 KB.
@@ -135,5 +135,5 @@ def import_llguidance() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "llguidance":
             raise
-        raise RequestError("structured_outputs needs llguidance: pip install 'jaxserve[structured]'") from error
+        raise RequestError(f"structured_outputs needs llguidance: {how_to_install('structured')}") from error
     return llguidance

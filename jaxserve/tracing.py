@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.exceptions import how_to_install
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 SHUTDOWN_TIMEOUT_S = 5.0
-INSTALL = 'pip install "jaxserve[tracing]"'
+INSTALL = how_to_install("tracing")
 
 
 def configured(endpoint: str | None, *, model: str | None = None) -> "RequestTracer | None":

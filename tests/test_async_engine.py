@@ -126,6 +126,19 @@ def test_samples_of_one_request_come_by_index(shared):
     asyncio.run(main())
 
 
+def test_large_messages_cross_whole_under_uvloop_too(start):
+    uvloop = pytest.importorskip("uvloop")
+    llm = start()
+
+    async def many() -> list[list[int]]:
+        prompts = [[65 + i % 26] * 500 for i in range(400)]  # one message to the child, of 1.2 MB with its parameters
+        found = await asyncio.gather(*(last(llm, prompt, params(2), str(i)) for i, prompt in enumerate(prompts)))
+        return [sample.token_ids for sample in found]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(many()) == [[65 + i % 26] * 2 for i in range(400)]
+
+
 def test_token_ids_are_a_prompt_too(shared):
     assert asyncio.run(last(shared, [104, 105], params(2))).text == "hi"
 

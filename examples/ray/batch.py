@@ -8,9 +8,8 @@ TPUs give each replica its own, see `resources` below.
 
 import argparse
 
+import jaxserve.ray  # isort: skip # says how to install Ray, where it is missing
 import ray
-
-import jaxserve.ray
 
 
 def main() -> None:

@@ -45,9 +45,9 @@ class Totals:
 
     @property
     def remaining_s(self) -> float | None:
-        """Time left at the speed of this run; None before the first row."""
-        done_now = self.done - self.done_before
-        return self.elapsed_s * (self.num_rows - self.done) / done_now if done_now else None
+        """Time left at the speed of this run; None before it has a speed: the first rows wait for compiles."""
+        done_now, left = self.done - self.done_before, self.num_rows - self.done
+        return self.elapsed_s * left / done_now if done_now >= 8 or not left else None
 
 
 def parts_of_shard(source: Source, parts: Parts) -> grain.MapDataset[int]:

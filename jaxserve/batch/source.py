@@ -137,7 +137,9 @@ def require_apart(source: Source, target: str) -> None:
         ValueError: `target` is one of the files, or the folder that holds one.
     """
     fs, path = locate(target)
-    if type(fs) is type(source.fs) and any(path in (file, file.rsplit("/", 1)[0]) for file in source.files):
+    real = os.path.realpath if is_local(fs) else str  # links may lead to the same place
+    taken = {real(place) for file in source.files for place in (file, file.rsplit("/", 1)[0])}
+    if type(fs) is type(source.fs) and real(path) in taken:
         raise ValueError(f"OUT must be apart from the input, a folder of its own, got {target}")
 
 

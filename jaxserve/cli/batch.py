@@ -12,7 +12,8 @@ import typer
 
 from jaxserve.cli import engine as driver
 from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
-from jaxserve.cli.output import how_to_install, progress
+from jaxserve.cli.output import progress
+from jaxserve.exceptions import how_to_install
 
 if TYPE_CHECKING:
     from jaxserve.batch import Totals
@@ -156,13 +157,13 @@ def _progress(totals: "Totals") -> Iterator[Callable[["Totals"], None]]:
 
 
 class PlainProgress:
-    """Writes a line to stderr every `interval_s` seconds, and one at the start where earlier runs did some rows."""
+    """Writes a line to stderr at the start, and then about every `interval_s` seconds."""
 
     def __init__(self, totals: "Totals", interval_s: float):
         self._interval_s = interval_s
         self._next_s = interval_s
-        if totals.done_before:
-            print(f"{totals.done_before}/{totals.num_rows} rows are done already", file=sys.stderr)
+        done_before = " are done already" if totals.done_before else ""
+        print(f"{totals.done_before}/{totals.num_rows} rows{done_before}", file=sys.stderr, flush=True)
 
     def __call__(self, totals: "Totals") -> None:
         if totals.elapsed_s >= self._next_s:

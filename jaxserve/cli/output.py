@@ -53,11 +53,6 @@ def progress(*columns: "ProgressColumn") -> "Progress":
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def how_to_install(extra: str) -> str:
-    """The command that brings an extra of jaxserve, for a package and for a checkout."""
-    return f'pip install "jaxserve[{extra}]", or in a checkout: .venv/bin/pip install -e ".[{extra}]"'
-
-
 def readable(value: object) -> str:
     """A value for people: thousands separated, four significant digits, "-" for what is not there."""
     if value is None or (isinstance(value, float) and math.isnan(value)):

@@ -10,7 +10,7 @@ import typer
 
 from jaxserve.cli import engine as driver
 from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
-from jaxserve.cli.output import how_to_install
+from jaxserve.exceptions import how_to_install
 from jaxserve.server.options import MAX_REQUEST_BYTES, ServerOptions
 
 if TYPE_CHECKING:
@@ -71,7 +71,11 @@ def serve(
 
 
 async def _until_stopped(server: "HttpServer", engine: dict[str, Any], profile: Path | None) -> None:
+    def stop() -> None:
+        print(f"stopping: {server.service.num_running} requests may end, the next signal ends them", flush=True)
+        server.stop()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.stop)
+        loop.add_signal_handler(number, stop)
     await server.run(lambda: driver.start_async(engine), on_ready=lambda: print("ready", flush=True), profile=profile)

@@ -61,7 +61,11 @@ def build_app(
     ).bind(model, options)
     server_options = ServerOptions(served_model_name=served_model_name or model, api_keys=tuple(api_keys))
     front_end = serve.deployment(
-        serve.ingress()(FrontEnd), name="front_end", num_replicas=front_ends, max_ongoing_requests=MAX_ONGOING
+        serve.ingress()(FrontEnd),
+        name="front_end",
+        num_replicas=front_ends,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0},  # a router; the CPUs are for replicas
     )
     return front_end.bind(engine, server_options)
 

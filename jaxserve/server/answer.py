@@ -24,6 +24,7 @@ from jaxserve.server.service import Outputs
 
 MAX_N = 128  # samples of one prompt, as at OpenAI
 MAX_SEQUENCES = 4096  # of one request: prompts x n
+MAX_ALLOWED_IDS = 1 << 22  # of one request: each sequence brings its own to the engine
 
 encode = msgspec.json.Encoder().encode
 
@@ -135,7 +136,11 @@ def _given(request: msgspec.Struct, names: Sequence[str] = ()) -> dict[str, Any]
     return {name: value for name in names or request.__struct_fields__ if (value := getattr(request, name)) is not None}
 
 
-def check_size(num_prompts: int, n: int) -> None:
-    """Raises ApiError, 400, for more sequences than one request may have."""
+def check_size(num_prompts: int, params: SamplingParams) -> None:
+    """Raises ApiError, 400, for more sequences than one request may have, or more ids that each of them brings."""
+    n, ids = params.n, len(params.allowed_token_ids or ())
     if num_prompts * n > MAX_SEQUENCES:
         raise bad_request(f"prompts x n must be at most {MAX_SEQUENCES}, got {num_prompts} x {n}", "n")
+    if num_prompts * n * ids > MAX_ALLOWED_IDS:
+        message = f"prompts x n x allowed_token_ids must be at most {MAX_ALLOWED_IDS}, got {num_prompts} x {n} x {ids}"
+        raise bad_request(message, "allowed_token_ids")

@@ -8,7 +8,7 @@ from jaxserve.input_processor import Prompt
 from jaxserve.outputs import CompletionOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server import logprobs, prompts
-from jaxserve.server.answer import Answer, check, encode, sampling_params
+from jaxserve.server.answer import Answer, check, check_size, encode, sampling_params
 from jaxserve.server.errors import bad_request
 from jaxserve.server.protocol import (
     AssistantMessage,
@@ -42,6 +42,7 @@ class ChatAnswer(Answer):
         """Raises ApiError, ParameterError or RequestError for a request that cannot be served."""
         check(request, model)
         params = sampling_params(request, llm, max_tokens=_limit(request), logprobs=_num_logprobs(request, llm))
+        check_size(1, params)
         prompt = await prompts.of_chat(request, llm)
         return cls(request, model, prompt, params, await llm.get_tokenizer())
 

@@ -28,7 +28,7 @@ class CompletionAnswer(Answer):
         check(request, model)
         params = sampling_params(request, llm, logprobs=request.logprobs)
         found = await prompts.of_completion(request.prompt, llm)
-        check_size(len(found), params.n)
+        check_size(len(found), params)
         return cls(request, model, found, params)
 
     def body(self, samples: Sequence[CompletionOutput]) -> Completion:

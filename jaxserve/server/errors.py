@@ -83,7 +83,8 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case HTTPException():
-            return ApiError(error.status_code, error.detail, code="http_error", headers=error.headers)
+            message = f"{error.detail}; /openapi.json lists the paths that exist and their methods"
+            return ApiError(error.status_code, message, code="http_error", headers=error.headers)
         case QueueFullError():
             return unavailable(str(error), "queue_full")
         case EngineDeadError():

@@ -77,6 +77,9 @@ def _encode(tokenizer: Tokenizer, text: str, max_model_len: int, *, add_special_
 
 
 def _render(tokenizer: Tokenizer, request: ChatCompletionRequest) -> str:
+    tools = None if request.tool_choice == "none" else request.tools
+    if tools and "tools" not in (tokenizer.chat_template or ""):
+        raise bad_request("this model's chat template knows no tools; leave them out", "tools")
     goes_on = bool(request.continue_final_message)
     try:
         text = tokenizer.apply_chat_template(
@@ -85,7 +88,7 @@ def _render(tokenizer: Tokenizer, request: ChatCompletionRequest) -> str:
             if request.add_generation_prompt is None
             else request.add_generation_prompt,
             continue_final_message=goes_on,
-            tools=None if request.tool_choice == "none" else request.tools,
+            tools=tools,
             **(request.chat_template_kwargs or {}),
         )
     except Exception as error:  # a template is foreign code, and may fail in any way on messages of any kind

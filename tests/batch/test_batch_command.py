@@ -58,7 +58,7 @@ def test_a_folder_gets_parts_and_the_totals_are_told(command, tmp_path):
     code, out, err = command("in.jsonl", "out")
     assert code == 3
     assert out.startswith("2 rows, 1 failed, 3 tokens in ")
-    assert err == "first failure: b: prompt must be a non-empty string or list of token ids\n"
+    assert err == "0/2 rows\nfirst failure: b: prompt must be a non-empty string or list of token ids\n"
     assert sorted(os.listdir(tmp_path / "out")) == ["manifest.json", "part-00000-000000.jsonl"]
 
 
@@ -232,11 +232,15 @@ def test_plain_lines_come_once_an_interval(capsys):
     ]
 
 
-def test_the_time_left_is_unknown_before_the_first_row():
-    totals = Totals(num_rows=9, done=4, done_before=4, elapsed_s=3.0)
+def test_the_time_left_is_unknown_before_a_few_rows():
+    totals = Totals(num_rows=16, done=4, done_before=4, elapsed_s=4.0)
     assert totals.remaining_s is None
-    totals.done = 5
-    assert totals.remaining_s == 12.0
+    totals.done = 11
+    assert totals.remaining_s is None
+    totals.done = 12
+    assert totals.remaining_s == 2.0
+    totals.done = totals.num_rows
+    assert totals.remaining_s == 0.0
 
 
 def test_on_a_terminal_there_is_a_bar(command, tmp_path, monkeypatch):

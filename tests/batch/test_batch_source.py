@@ -120,6 +120,15 @@ def test_the_output_must_be_apart_from_the_input(folder, target):
         require_apart(Source(str(folder), part_rows=2), f"{folder}{target}")
 
 
+def test_links_and_detours_to_the_input_are_found(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder)
+    source = Source(str(folder), part_rows=2)
+    file = source.files[0].rsplit("/", 1)[1]
+    for target in (f"{tmp_path}/link", f"{tmp_path}/link/{file}", f"{folder}/../{folder.name}/{file}"):
+        with pytest.raises(ValueError, match="OUT must be apart from the input"):
+            require_apart(source, target)
+
+
 def test_another_folder_is_apart_and_so_is_another_file_system(folder):
     source = Source(str(folder), part_rows=2)
     require_apart(source, f"{folder}/out")

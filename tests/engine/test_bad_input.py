@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve import LLM, ParameterError, QueueFullError, RequestError, SamplingParams
-from jaxserve.input_processor import InputProcessor
+from jaxserve.input_processor import InputProcessor, RequestLimits
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 VOCAB = 320
@@ -276,3 +276,14 @@ def test_every_request_ends_exactly_once(make_llm):
     assert ends == {str(i): 1 for i in range(30)}
     engine.core.scheduler.pool.check()
     assert engine.core.scheduler.pool.num_held == 0
+
+
+def test_samples_share_what_a_request_lists():
+    limits = RequestLimits(vocab_size=1000, max_model_len=64, max_logprobs=5)
+    params = SamplingParams(n=3, seed=5, allowed_token_ids=list(range(1000)))
+    cores = InputProcessor(None, limits, {}).process([1, 2], params, now=0.0)
+    assert [core.params.seed for core in cores] == [5, 6, 7]
+    assert all(core.params.allowed_token_ids is params.allowed_token_ids for core in cores)
+    assert (params.n, params.seed) == (3, 5)
+    with pytest.raises(ParameterError, match="allowed_token_ids must be at most"):
+        SamplingParams(allowed_token_ids=range((1 << 20) + 1))

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import socket
 
 import httpx
 import openai
@@ -38,6 +39,14 @@ DEEP = b'{"prompt":"a","metadata":' + b"[" * 100_000
         (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt", "at most 2048"),
         (COMPLETIONS, {"prompt": ["a"] * 100, "n": 50}, "n", "100 x 50"),
         (COMPLETIONS, {"prompt": "a", "n": 129}, "n", "at most 128"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "n": 100, "allowed_token_ids": [1] * 50_000},
+            "allowed_token_ids",
+            "1 x 100 x 50000",
+        ),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "an integer >= 0"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1] * 5000}, "stop_token_ids", "at most 4096 entries"),
         (COMPLETIONS, {"prompt": "a" * 4096}, None, "max_model_len is 4096"),
         (COMPLETIONS, {"prompt": "a" * 100_000}, None, "100000 characters"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "got 0"),
@@ -231,6 +240,18 @@ def test_a_long_body_is_413_with_and_without_a_declared_length(guarded, chunked)
     assert response.status == 413
     assert json.loads(response.read())["error"]["code"] == "request_too_large"
     connection.close()
+
+
+def test_a_length_of_many_digits_is_a_number_too(server):
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    for zeros, status in ((b"0" * 5000, b"200"), (b"9" * 5000, b"413")):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            length = b"%b%d" % (zeros, len(body))
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %b\r\n\r\n" % length + body
+            )
+            answer = connection.recv(1 << 16)
+            assert answer.split()[1] in (status, b"400"), answer  # h11 takes no such length at all
 
 
 def test_a_declared_length_is_refused_before_the_body_comes(guarded):

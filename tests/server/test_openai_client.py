@@ -4,6 +4,11 @@ import asyncio
 
 import openai
 import pytest
+from echo_core import ascii_tokenizer
+
+from jaxserve.server import prompts
+from jaxserve.server.protocol import ChatCompletionRequest, ChatMessage
+from jaxserve.tokenizer import Tokenizer
 
 IGNORED = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -174,12 +179,20 @@ def test_vllms_names_go_in_extra_body(client):
     assert answer.choices[0].text == "ab"
 
 
-def test_tools_are_taken_and_forced_ones_refused(client):
-    for choice in ("auto", "none"):
-        answer = client.chat.completions.create(
-            model="echo", messages=ask("abc"), tools=[TOOL], tool_choice=choice, max_tokens=3
-        )
-        assert answer.choices[0].message.content == "abc"
+def test_tools_that_the_template_does_not_know_and_forced_ones_are_refused(client):
+    tools = {"tools": [TOOL], "max_tokens": 3}
+    answer = client.chat.completions.create(model="echo", messages=ask("abc"), tool_choice="none", **tools)
+    assert answer.choices[0].message.content == "abc"
+    with pytest.raises(openai.BadRequestError, match="knows no tools") as caught:
+        client.chat.completions.create(model="echo", messages=ask("abc"), tool_choice="auto", **tools)
+    assert caught.value.param == "tools"
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="echo", messages=ask("abc"), tools=[TOOL], tool_choice="required")
     assert caught.value.param == "tool_choice"
+
+
+def test_tools_reach_a_template_that_knows_them():
+    source = "{{ messages[0].content }}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}"
+    tokenizer = Tokenizer(ascii_tokenizer().backend, chat_template=source)
+    request = ChatCompletionRequest(messages=[ChatMessage(role="user", content="hi")], tools=[TOOL])
+    assert prompts._render(tokenizer, request) == f"hi[{TOOL['function']['name']}]"

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.bench.metrics import METRICS, samples_ms
-from jaxserve.cli.output import how_to_install, require_writable
+from jaxserve.cli.output import require_writable
+from jaxserve.exceptions import how_to_install
 
 if TYPE_CHECKING:
     from jaxserve.cli.bench.serve import Run
@@ -104,9 +105,13 @@ def _load(axes: Any, run: "Run") -> None:
         "requests running": [step.num_requests_running for step in run.steps],
         "requests waiting": [step.num_requests_waiting for step in run.steps],
         "decode rows": [step.num_decode_rows for step in run.steps],
-        "prefill tokens": [step.num_prefill_tokens for step in run.steps],
     }
     for label, values in lines.items():
         axes.step(starts, values, where="post", label=label)
-    axes.set(xlabel="s from the start of the run")
+    axes.set(xlabel="s from the start of the run", ylabel="requests, rows")
+    tokens = axes.twinx()  # hundreds, where the others are a few
+    tokens.fill_between(
+        starts, [step.num_prefill_tokens for step in run.steps], step="post", color="tab:orange", alpha=0.3
+    )
+    tokens.set(ylabel="prefill tokens (shaded)", ylim=(0, None))
     axes.legend()
