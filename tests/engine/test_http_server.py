@@ -118,3 +118,10 @@ def test_a_schema_and_a_regex_hold_over_http(client):
     extra = {"structured_outputs": {"regex": "[ab]{3}"}}
     chunks = client.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body=extra, **options)
     assert re.fullmatch("[ab]{3}", "".join(chunk.choices[0].text for chunk in chunks))
+
+
+def test_the_metrics_tell_how_long_the_start_took(server):
+    text = server.ask("GET", "/metrics")[1]
+    for part in ("load", "engine"):
+        (value,) = re.findall(rf'^jaxserve:start_{part}_seconds{{model_name="tiny"}} (.*)$', text, flags=re.MULTILINE)
+        assert 0.0 < float(value) < 600.0
