@@ -1,7 +1,12 @@
 """Every test runs under strict numerics, on eight CPU devices, with the shapes of public functions checked."""
 
+import signal
+
 import jax
 from jaxtyping import install_import_hook
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

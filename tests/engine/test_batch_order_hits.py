@@ -15,7 +15,7 @@ def cached_tokens(engine, source, target):
     manifest = Manifest(input_sha256=rows.sha256, num_rows=rows.num_rows, part_rows=32, num_shards=1, options={})
     parts = Parts(str(target), manifest, shard=0)
     totals = count_done(rows, parts)
-    run_batch(engine, rows, parts, totals, model_name="tiny")
+    run_batch(engine, rows, parts, totals, model_name="tiny", window_rows=4096)
     choices = [json.loads(line)["response"]["body"]["choices"] for part in sorted(target.glob("part-*"))
                for line in part.read_text().splitlines()]  # fmt: skip
     return totals.cached_prompt_tokens, choices

@@ -151,4 +151,5 @@ def test_the_example_of_the_documentation_runs(tiny_model, monkeypatch, capsys):
 
 def test_the_documentation_lists_every_metric():
     listed = set(re.findall(r"`(\w+)`", "".join(line for line in PAGE.splitlines() if line.startswith("| `"))))
-    assert listed - {"finished_reason"} == {*GAUGES, *COUNTERS, *HISTOGRAMS, "iteration_tokens_total"}
+    by_label = {"request_success", "iteration_tokens_total"}
+    assert listed - {"finished_reason"} == {*GAUGES, *COUNTERS, *HISTOGRAMS, *by_label}

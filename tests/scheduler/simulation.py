@@ -299,7 +299,7 @@ class Simulation:
             return self.commit()
         return []
 
-    def drain(self, max_steps: int = 2000) -> None:
+    def drain(self, max_steps: int = 10_000) -> None:
         """Runs until all is done; then nothing may be missing."""
         for request in self.held():
             self.release(request)

@@ -60,13 +60,15 @@ def test_a_run_that_fails_ends_with_its_server(tmp_path, broken):
     if broken == "the run":
         stamps.write_bytes(bytes(8 * NUM_STAMPS))
 
+    before = multiprocessing.active_children()  # of other tests
+
     async def main() -> None:
         async with over_http({"step_s": 0.001, "stamps": str(stamps)}):
             raise ZeroDivisionError
 
     with pytest.raises(EOFError if broken == "the server" else ZeroDivisionError):
         asyncio.run(main())
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 @pytest.mark.full
