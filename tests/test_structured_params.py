@@ -170,7 +170,7 @@ def test_objects_are_closed_where_the_schema_names_properties_and_leaves_that_op
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RequestError, match=r"needs llguidance: pip install 'jaxserve\[structured\]'"):
+    with pytest.raises(RequestError, match=r'needs llguidance: pip install "jaxserve\[structured\]"'):
         check_grammar(StructuredOutputsParams(regex="never compiled before"))
 
 
