@@ -59,7 +59,7 @@ def test_a_stream_and_an_error_pass_through(url, expected):
 def test_an_error_that_only_the_engine_finds_is_answered_as_by_one_server(url):
     body = {"model": "smollm2-135m", "prompt": [1, 10**6], "max_tokens": 2}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
-    expected = as_api_error(ParameterError("prompt token ids", 10**6, "in the vocabulary [0, 49152)"))
+    expected = as_api_error(ParameterError("prompt", 10**6, "token ids in the vocabulary [0, 49152)"))
     assert (answer.status_code, answer.content) == (400, expected.body())
 
 
