@@ -75,9 +75,9 @@ def timed(call: Callable, wait: Callable, calls: int) -> float:
     return statistics.median(times)
 
 
-def decode_s(kv_lens: np.ndarray, num_heads: int, num_kv_heads: int, page_size: int) -> float:
-    kv, table = cache(kv_lens, num_kv_heads, page_size)
-    q = jax.random.normal(jax.random.key(2), (len(kv_lens), num_heads, H), jnp.bfloat16)
+def decode_s(kv_lens: np.ndarray, num_heads: int, num_kv_heads: int, page_size: int, head_dim: int = H) -> float:
+    kv, table = cache(kv_lens, num_kv_heads, page_size, head_dim)
+    q = jax.random.normal(jax.random.key(2), (len(kv_lens), num_heads, head_dim), jnp.bfloat16)
     batch = AttentionBatch(page_table=table, kv_lens=jnp.asarray(kv_lens, jnp.int32))
     return attention_s(q, kv, batch, calls=20)
 
@@ -125,15 +125,19 @@ def ragged_row() -> Row:
     return Row(name="paged_decode_ragged", value=rates[0], unit="GB/s", peer=rates[1], target=RAGGED_MUST)
 
 
-def prefill_row(shape: shapes.Prefill) -> Row:
-    kv, table = cache(np.array([shape.context]), shape.num_kv_heads, shape.page_size)
-    q = jax.random.normal(jax.random.key(2), (shape.chunk, shape.num_heads, H), jnp.bfloat16)
+def prefill_s(shape: shapes.Prefill, head_dim: int = H) -> float:
+    kv, table = cache(np.array([shape.context]), shape.num_kv_heads, shape.page_size, head_dim)
+    q = jax.random.normal(jax.random.key(2), (shape.chunk, shape.num_heads, head_dim), jnp.bfloat16)
     batch = AttentionBatch(
         page_table=table,
         kv_lens=jnp.array([shape.context], jnp.int32),
         cu_q_lens=jnp.array([0, shape.chunk], jnp.int32),
     )
-    seconds = attention_s(q, kv, batch, calls=10)
+    return attention_s(q, kv, batch, calls=10)
+
+
+def prefill_row(shape: shapes.Prefill) -> Row:
+    seconds = prefill_s(shape)
     flops = 4 * shape.num_heads * H * shape.chunk * (shape.context - shape.chunk / 2)
     rate = flops / seconds / 1e12
     return Row(name=shape.name, value=rate, unit="TFLOP/s", peer=shape.fa3_tflops, target=PREFILL_MUST, stretch=1.0)

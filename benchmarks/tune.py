@@ -13,14 +13,13 @@ import statistics
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import shapes
-from benchmarks.paged_attention import attention_s, cache
-from jaxserve.pallas_kernels.paged_attention import AttentionBatch, mosaic_gpu
+from benchmarks.paged_attention import decode_s, prefill_s
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu
 
 AHEAD = 0.99  # of the computed tiling's time; less is noise
 TABLE = Path(mosaic_gpu.__file__).with_name("tilings.json")
@@ -38,27 +37,11 @@ def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
 
 def seconds(kernel: str, head_dim: int) -> list[float]:
     """Of each shape, with the tiling that the table names now."""
-    if kernel == "decode":
-        return [_decode_s(shape, head_dim) for shape in shapes.DECODE]
-    return [_prefill_s(shape, head_dim) for shape in shapes.PREFILL]
-
-
-def _decode_s(shape: shapes.Decode, head_dim: int) -> float:
-    kv, table = cache(np.full(shape.batch, shape.context), shape.num_kv_heads, shape.page_size, head_dim)
-    q = jax.random.normal(jax.random.key(2), (shape.batch, shape.num_heads, head_dim), jnp.bfloat16)
-    batch = AttentionBatch(page_table=table, kv_lens=jnp.full(shape.batch, shape.context, jnp.int32))
-    return attention_s(q, kv, batch, calls=20)
-
-
-def _prefill_s(shape: shapes.Prefill, head_dim: int) -> float:
-    kv, table = cache(np.array([shape.context]), shape.num_kv_heads, shape.page_size, head_dim)
-    q = jax.random.normal(jax.random.key(2), (shape.chunk, shape.num_heads, head_dim), jnp.bfloat16)
-    batch = AttentionBatch(
-        page_table=table,
-        kv_lens=jnp.array([shape.context], jnp.int32),
-        cu_q_lens=jnp.array([0, shape.chunk], jnp.int32),
-    )
-    return attention_s(q, kv, batch, calls=10)
+    if kernel == "prefill":
+        return [prefill_s(shape, head_dim) for shape in shapes.PREFILL]
+    return [
+        decode_s(np.full(s.batch, s.context), s.num_heads, s.num_kv_heads, s.page_size, head_dim) for s in shapes.DECODE
+    ]
 
 
 def best(kernel: str, head_dim: int, console: Console) -> dict[str, int]:

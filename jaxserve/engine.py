@@ -1,6 +1,5 @@
 """The engine of one process: the text around an `EngineCore`, and the load of its model."""
 
-import logging
 import os
 import pathlib
 import time
@@ -19,8 +18,6 @@ from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class LLMEngine:

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import logging
 import os
 import pathlib
 import time
@@ -21,8 +20,6 @@ from jaxserve.metrics import EngineMetrics, StepRecord, StepRecorder
 from jaxserve.runner import Runner
 from jaxserve.scheduler import PagePool, PoolTooSmall, QueueFull, Request, RequestUpdate, Scheduler, StepPlan
 from jaxserve.step_future import StepFuture
-
-logger = logging.getLogger(__name__)
 
 
 class EngineCore:
