@@ -47,6 +47,8 @@ class NullPrograms:
 class NullRunner(Runner):
     """A runner without device: packs plans as ever, and samples token 65 + slot % 26."""
 
+    num_layers = 0
+
     def __init__(self, config: RunnerConfig):
         self.config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
         self.kv, self._sequences, self._sampling = {}, None, None
