@@ -50,7 +50,7 @@ ONLINE = (
 )
 
 
-def engine(budget: int) -> LLM:
+def engine(budget: int, **options: bool) -> LLM:
     return LLM(
         MODEL,
         load_format="dummy",
@@ -61,6 +61,7 @@ def engine(budget: int) -> LLM:
         device_memory_utilization=0.85,
         enable_prefix_caching=False,
         warm_up="blocking",
+        **options,
     )
 
 
@@ -122,7 +123,7 @@ def online_rows(llm: LLM, case: Online) -> list[Row]:
 def online() -> list[Row]:
     rows = []
     for budget in sorted({case.budget for case in ONLINE}):
-        with engine(budget) as llm:
+        with engine(budget, prioritize_prefill=False) as llm:
             llm.generate(prompts(8, 2048, 6145, np.random.default_rng(9)), sampling(16), use_tqdm=False)
             for case in ONLINE:
                 if case.budget == budget:

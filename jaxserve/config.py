@@ -79,8 +79,10 @@ class SchedulerOptions:
     max_num_queued_tokens: int | None = None
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
+    prioritize_prefill: bool | None = None  # None = in `LLM` and batch jobs, where only the end counts
 
     def __post_init__(self) -> None:
+        _one_of("prioritize_prefill", self.prioritize_prefill, (None, False, True))
         _at_least("max_num_seqs", self.max_num_seqs, 1, 2**14)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
@@ -151,9 +153,10 @@ class RunnerConfig:
     page_size: int
     num_pages: int
     max_logprobs: int
-    min_decode_rows: int  # 2: one row is a cliff for XLA's CPU matmuls, and on GPU it copies the weight stack
+    min_decode_rows: int  # 2 on CPU: one row is a cliff for XLA's matmuls; 8 elsewhere: cuBLAS pads fewer for itself
     mixed_decode_rows: tuple[int, ...]  # B of the steps that hold prefill rows too
     prefill_tokens: tuple[int, ...]  # T, ascending
+    padded_decode_rows: tuple[int, ...] = ()  # those B whose rows the largest T does without, so that B + T fits it
 
     @property
     def max_pages(self) -> int:
@@ -186,7 +189,9 @@ def resolve(
     max_model_len = _max_model_len(config, model, num_pages, page_size)
     if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
         budget = max(budget, max_model_len)
-    tokens = _prefill_buckets(16 if on_cpu else 128, budget)
+    tokens = _prefill_buckets(16 if on_cpu else 256, budget)
+    mixed = {min(rows, max_num_seqs) for rows in ((0, 16, max_num_seqs) if on_cpu else (16, 64, max_num_seqs))}
+    padded = sorted({0, *(rows for rows in mixed if rows <= budget // 2)}) if budget >= 16 * MAX_PREFILL_SEQS else ()
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -199,18 +204,20 @@ def resolve(
         max_num_queued_tokens=options.max_num_queued_tokens,
         reserve_full_isl=options.scheduler_reserve_full_isl,
         watermark=options.watermark,
+        prioritize_prefill=bool(options.prioritize_prefill),
+        padded_decode_rows=tuple(padded),
     )
     wanted = config.model.max_logprobs
-    mixed = (0, 16, max_num_seqs) if on_cpu else (16, max_num_seqs)
     runner = RunnerConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=num_pages,
         max_logprobs=model.vocab_size if wanted == -1 else min(wanted, model.vocab_size),
-        min_decode_rows=2,
-        mixed_decode_rows=tuple(sorted({min(rows, max_num_seqs) for rows in mixed})),
+        min_decode_rows=2 if on_cpu else 8,
+        mixed_decode_rows=tuple(sorted(mixed)),
         prefill_tokens=tokens,
+        padded_decode_rows=tuple(padded),
     )
     return scheduler, runner
 

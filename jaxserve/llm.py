@@ -42,7 +42,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any):
-        self.llm_engine = LLMEngine(EngineConfig.of(model, **options))
+        self.llm_engine = LLMEngine(EngineConfig.of(model, **{"prioritize_prefill": True, **options}))
         self._ids = itertools.count()
         self._lock = threading.Lock()
 

@@ -49,6 +49,7 @@ MASKS_A_CALL = (8, 64)
 COMPILER_OPTIONS = {
     "gpu": {
         "xla_gpu_enable_triton_gemm": False,  # they copy each layer's weights out of the stack
+        "xla_gpu_autotune_level": 0,  # takes two thirds of a compile and finds nothing faster than cuBLAS's own choice
         # It counts donated buffers twice, believes memory to be short, and then computes matmuls twice to save it
         "xla_disable_hlo_passes": "rematerialization",
     }
@@ -68,6 +69,7 @@ class Runner:
         self._sampling = init_sampling(config.max_num_seqs, model.config.vocab_size)
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
+        self.shapes = default_shapes(config)
         self._compiler = Compiler(num_compile_threads)
         self._abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -110,15 +112,11 @@ class Runner:
         future.sampled = self._dispatch_sample(future.plan, future.shape, hidden)
 
     def shape_of(self, plan: StepPlan) -> StepShape:
-        """The smallest shape of the default set that holds the plan."""
-        config, num_rows = self.config, len(plan.decode)
-        if not plan.prefill:
-            rows = max(config.min_decode_rows, 1 << (num_rows - 1).bit_length())
-            return StepShape(decode_rows=min(rows, self._max_decode_rows), prefill_tokens=0, prefill_seqs=0)
-        rows = next(b for b in config.mixed_decode_rows if b >= num_rows)
-        num_tokens, num_seqs = plan.num_prefill_tokens, len(plan.prefill)
-        tokens = next(t for t in config.prefill_tokens if t >= num_tokens and prefill_seqs(t) >= num_seqs)
-        return StepShape(decode_rows=rows, prefill_tokens=tokens, prefill_seqs=prefill_seqs(tokens), span=plan.span)
+        """The cheapest shape of the default set that holds the plan."""
+        wanted = StepShape(
+            decode_rows=len(plan.decode), prefill_tokens=plan.num_prefill_tokens, prefill_seqs=len(plan.prefill)
+        )
+        return dataclasses.replace(next(shape for shape in self.shapes if shape.covers(wanted)), span=plan.span)
 
     def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""
@@ -166,7 +164,7 @@ class Runner:
             following = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             targets[offset : offset + len(following)] = following
             offset += len(row.token_ids)
-        key, program = self._score.get(Rows(hidden.shape[0]))
+        key, program = self._score.get(Rows(next(t for t in self.config.prefill_tokens if t >= hidden.shape[0])))
         missing = key.count - hidden.shape[0]  # where only a larger program is ready
         return program(self._head, jnp.pad(hidden, ((0, missing), (0, 0))), np.pad(targets, (0, missing)))
 
@@ -214,15 +212,14 @@ class Runner:
 
     def warm_up(self, *, block: bool) -> None:
         """Compiles the default programs, in the background unless `block`; later waits count as stalls."""
-        shapes = self.default_shapes()
-        rows = sorted({shape.sample_rows for shape in shapes})
+        rows = sorted({shape.sample_rows for shape in self.shapes})
         every = SamplingFeatures(random=True, edits=True, num_logprobs=self.config.max_logprobs)
         samples = [SampleShape(rows=r, features=f) for f in (SamplingFeatures(random=True), every) for r in rows]
         start = time.monotonic()
         self._warm_up_jobs = [
             *self._start_slots.request([Rows(SLOTS_A_CALL)]),
             *self._update_tables.request(map(Rows, UPDATES_A_CALL)),
-            *self._forward.request(shapes),
+            *self._forward.request(self.shapes),
             *self._sample.request(samples),
             *self._start_edits.request([Rows(1)]),
             *self._update_masks.request(map(Rows, MASKS_A_CALL)),
@@ -241,24 +238,6 @@ class Runner:
             concurrent.futures.wait(self._warm_up_jobs)
             for job in self._warm_up_jobs:
                 job.result()
-
-    def default_shapes(self) -> list[StepShape]:
-        """Every decode-only and mixed shape; anything that a plan may hold is covered."""
-        config = self.config
-        rows = [config.min_decode_rows]
-        while rows[-1] < self._max_decode_rows:
-            rows.append(2 * rows[-1])
-        decode = [StepShape(decode_rows=b, prefill_tokens=0, prefill_seqs=0) for b in rows]
-        mixed = [
-            StepShape(decode_rows=b, prefill_tokens=t, prefill_seqs=prefill_seqs(t))
-            for t in config.prefill_tokens
-            for b in config.mixed_decode_rows
-        ]
-        return decode + mixed
-
-    @property
-    def _max_decode_rows(self) -> int:
-        return max(self.config.min_decode_rows, 1 << (self.config.max_num_seqs - 1).bit_length())
 
     @property
     def num_stalls(self) -> int:
@@ -334,6 +313,19 @@ class Rows:
     @property
     def cost(self) -> int:
         return self.count
+
+
+def default_shapes(config: RunnerConfig) -> list[StepShape]:
+    """Decode-only and mixed shapes that cover whatever a plan may hold, cheapest first."""
+    rows = [config.min_decode_rows]
+    while rows[-1] < config.max_num_seqs:
+        rows.append(2 * rows[-1])
+    shapes = [(b, 0) for b in rows] + [(b, t) for t in config.prefill_tokens[:-1] for b in config.mixed_decode_rows]
+    whole = config.prefill_tokens[-1]
+    for b in sorted({*config.mixed_decode_rows, *config.padded_decode_rows}):
+        shapes.append((b, whole - b if b in config.padded_decode_rows else whole))
+    found = [StepShape(decode_rows=b, prefill_tokens=t, prefill_seqs=prefill_seqs(t) if t else 0) for b, t in shapes]
+    return sorted(dict.fromkeys(found), key=lambda shape: shape.cost)
 
 
 def decode_slots(plan: StepPlan) -> np.ndarray:

@@ -7,9 +7,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxserve.layers.kv_cache import KVCache, StepBatch, write_kv
+from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, write_kv
 from jaxserve.layers.linear import Weight, linear
-from jaxserve.layers.rope import apply_rope
+from jaxserve.layers.rope import apply_rope, rotation
 from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import Implementation, paged_attention, prepare
@@ -22,6 +22,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None  # positions that a query sees, itself included; None = all before it
     soft_cap: float | None = None
+    frequencies: np.ndarray  # of the rotary embedding, float32 [H/2]
 
 
 def project_qkv(
@@ -41,12 +42,19 @@ def prepare_batch(
         None if region is None else prepare(region, kv, num_rows=num_rows, **options)
         for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))
     )
-    return dataclasses.replace(batch, decode=decode, prefill=prefill)
+    turn = rotation(batch.positions, spec.frequencies)
+    if on_hopper(decode, prefill):
+        turn = rope_kv_write.for_heads(turn, kv)
+    return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn)
+
+
+def on_hopper(*regions: AttentionBatch | None) -> bool:
+    """Whether a region is prepared for the kernels."""
+    return any(region is not None and region.work is not None for region in regions)
 
 
 def attend(
     heads: Float[Array, "rows heads H"],
-    frequencies: np.ndarray,
     kv: KVCache,
     layer: int | Int[Array, ""],
     batch: StepBatch,
@@ -57,29 +65,28 @@ def attend(
 
     Args:
         heads: N queries, K keys and K values of each row, before their rotation.
-        frequencies: of the rotary embedding, float32 [H/2].
         batch: as `prepare_batch` made it.
     """
-    q, kv = _rotate_and_write(heads, frequencies, kv, layer, batch)
+    q, kv = _rotate_and_write(heads, kv, layer, batch)
     cut = batch.num_decode_rows
+    options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
     outs = [
-        paged_attention(rows, kv, layer, region, **dataclasses.asdict(spec), implementation=implementation)
+        paged_attention(rows, kv, layer, region, **options, implementation=implementation)
         for rows, region in ((q[:cut], batch.decode), (q[cut:], batch.prefill))
         if region is not None
     ]
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs), kv
 
 
-def _rotate_and_write(
-    heads: Array, frequencies: np.ndarray, kv: KVCache, layer: int | Array, batch: StepBatch
-) -> tuple[Array, KVCache]:
-    if any(region is not None and region.work is not None for region in (batch.decode, batch.prefill)):  # on Hopper
+def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch) -> tuple[Array, KVCache]:
+    assert batch.rotation is not None, "not prepared"
+    cos, sin = batch.rotation
+    if on_hopper(batch.decode, batch.prefill):
         reason = rope_kv_write.unsupported(heads, kv)
         if reason is None:
-            angles = batch.positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-            return rope_kv_write.rope_kv_write(heads, angles, kv, layer, batch.page_ids, batch.page_offsets)
+            return rope_kv_write.rope_kv_write(heads, (cos, sin), kv, layer, batch.page_ids, batch.page_offsets)
         say_once("the write of keys and values", reason)
     K = kv.k.shape[3]
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)
-    q, k = (apply_rope(x, batch.positions, frequencies) for x in (q, k))
+    q, k = (apply_rope(x, (cos[:, :1], sin[:, :1])) for x in (q, k))
     return q, write_kv(kv, layer, k, v, batch.page_ids, batch.page_offsets)

@@ -19,7 +19,7 @@ from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.pallas_kernels.paged_attention import Implementation
 
 Params = Mapping[str, Any]
-Attend = Callable[[Array, np.ndarray], Array]  # heads of q, k and v [T, N + 2 K, H], frequencies [H/2] -> [T, N, H]
+Attend = Callable[[Array], Array]  # heads of q, k and v [T, N + 2 K, H] -> [T, N, H]
 
 
 @runtime_checkable
@@ -97,10 +97,10 @@ def _layer_body(model: DecoderModel, batches: dict[str, StepBatch], implementati
         x, kv = carry
         cache, batch = kv[kind], batches[kind]
 
-        def attend_and_write(heads: Array, frequencies: np.ndarray) -> Array:
+        def attend_and_write(heads: Array) -> Array:
             nonlocal cache
             spec = model.attention_spec(kind)
-            out, cache = attend(heads, frequencies, cache, index, batch, spec, implementation)
+            out, cache = attend(heads, cache, index, batch, spec, implementation)
             return out
 
         x = model.layer(p, kind, x, attend_and_write)
@@ -111,13 +111,13 @@ def _layer_body(model: DecoderModel, batches: dict[str, StepBatch], implementati
 
 def run_layers(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo: int, hi: int, carry: Any) -> Any:
     """`carry = body(kinds[i], params of layer i, index of layer i in its kind, carry)` for i in `[lo, hi)`."""
-    if isinstance(layers, tuple | list):
-        # Under a jit of its own the body is traced and lowered once a kind, not once a layer; XLA inlines the calls
-        jitted = jax.jit(body, static_argnums=0)
-        for i in range(lo, hi):
-            carry = jitted(kinds[i], layers[i], np.int32(_count(kinds[:i], kinds[i])), carry)
-        return carry
-    return _run_stacked(body, layers, kinds, lo, hi, carry)
+    # Under a jit of its own the body is traced and lowered once a kind, not once a layer; XLA inlines the calls
+    body = jax.jit(body, static_argnums=0)
+    if not isinstance(layers, tuple | list):
+        return _run_stacked(body, layers, kinds, lo, hi, carry)
+    for i in range(lo, hi):
+        carry = body(kinds[i], layers[i], np.int32(_count(kinds[:i], kinds[i])), carry)
+    return carry
 
 
 def _run_stacked(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo: int, hi: int, carry: Any) -> Any:

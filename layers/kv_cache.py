@@ -22,6 +22,7 @@ class StepBatch:
     page_offsets: Array  # i32 [B*q + T]
     decode: AttentionBatch | None
     prefill: AttentionBatch | None
+    rotation: tuple[Array, Array] | None = None  # of `layers.rope`, once `prepare_batch` knows the layers' frequencies
 
     @property
     def num_decode_rows(self) -> int:

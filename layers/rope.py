@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+Rotation = tuple[Float[Array, "T 1 H2"], Float[Array, "T 1 H2"]]  # cosines and sines of each row's angles, float32
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -54,18 +56,14 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
     return (frequencies * (keep + (1.0 - keep) / scaling.factor)).astype(np.float32)
 
 
-def apply_rope(x: Float[Array, "T N H"], positions: Int[Array, " T"], frequencies: np.ndarray) -> Float[Array, "T N H"]:
-    """Rotates each pair `(x[i], x[i + H/2])` by `positions * frequencies[i]`, in float32; returns x.dtype."""
-    angle = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]  # [T, 1, H/2]
-    cos, sin = jax.lax.platform_dependent(angle, cpu=_cos_sin_once, default=_cos_sin)
+def rotation(positions: Int[Array, " T"], frequencies: np.ndarray) -> Rotation:
+    """Cosines and sines of the angles `positions * frequencies`, once for all layers that share them."""
+    angle = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))  # else XLA works them out for every head
+
+
+def apply_rope(x: Float[Array, "T N H"], turn: Rotation) -> Float[Array, "T N H"]:
+    """Rotates each pair `(x[i], x[i + H/2])` by the angle that `turn` is of, in float32; returns x.dtype."""
+    cos, sin = turn
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def _cos_sin(angle: Array) -> tuple[Array, Array]:
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _cos_sin_once(angle: Array) -> tuple[Array, Array]:
-    """XLA on CPU would compute them again for every head, inside the loop that rotates."""
-    return jax.lax.optimization_barrier(_cos_sin(angle))

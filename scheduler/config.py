@@ -23,6 +23,8 @@ class SchedulerConfig:
     max_num_queued_tokens: int | None = None
     reserve_full_isl: bool = True  # admit a prompt only when pages for all of it are free, and take them at once
     watermark: float = 0.0  # share of the pool that admission leaves free
+    prioritize_prefill: bool = False  # decodes join a step only when the prompts leave room for all of them
+    padded_decode_rows: tuple[int, ...] = ()  # ascending; what the runner pads the decode rows beside prompts to
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_seqs"):
@@ -39,6 +41,10 @@ class SchedulerConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or at least 1, got {value}")
         self._check_budget()
+
+    def tokens_for(self, num_decode_rows: int) -> int:
+        """What decode rows take of a step's budget: their padding too, lest prompts push a step over its size."""
+        return next((rows for rows in self.padded_decode_rows if rows >= num_decode_rows), num_decode_rows)
 
     def _check_budget(self) -> None:
         budget = self.max_num_batched_tokens

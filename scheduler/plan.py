@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.request import Request
 
 
@@ -66,7 +67,7 @@ class Draft:
     """
 
     step: int
-    budget: int  # query tokens still to give
+    config: SchedulerConfig
     decode: list[DecodeRow] = dataclasses.field(default_factory=list)
     prefill: dict[Request, int] = dataclasses.field(default_factory=dict)
     new_slots: list[Request] = dataclasses.field(default_factory=list)
@@ -74,17 +75,19 @@ class Draft:
     num_pages_short: int = 0  # pages that the running requests skipped in this step wait for
     admits: bool = True  # nobody had to be pre-empted or skipped for want of pages
 
-    def place(self, request: Request, num_query_tokens: int) -> None:
-        self.prefill[request] = num_query_tokens
-        self.budget -= num_query_tokens
+    @property
+    def budget(self) -> int:
+        """Query tokens still to give."""
+        taken = self.config.tokens_for(len(self.decode)) + sum(self.prefill.values())
+        return self.config.max_num_batched_tokens - taken
 
     def withdraw(self, request: Request, row: DecodeRow) -> None:
-        """Takes every trace of `request` (whose cached row is `row`) out again and gives its budget back."""
-        if request in self.prefill:
-            self.budget += self.prefill.pop(request)
-        elif row in self.decode:
+        """Takes every trace of `request` (whose cached row is `row`) out again."""
+        self.prefill.pop(request, None)
+        if row in self.decode:
             self.decode.remove(row)
-            self.budget += 1
+        if request in self.new_slots:
+            self.new_slots.remove(request)
         self.page_updates = [update for update in self.page_updates if update.slot != row.slot]
 
     def seal(self, prefill: list[PrefillRow], span: tuple[int, int] | None, completes: bool) -> StepPlan:

@@ -1,7 +1,8 @@
 """The scheduler: which tokens of which requests the next step computes. A state machine without I/O or clock.
 
 How this works. `schedule` drafts a step: every running sequence that has finished its prompt gets one decode row; what
-is left of the token budget goes to prompts, running ones first, then new ones from the head of the queue. `commit`
+is left of the token budget goes to prompts, running ones first, then new ones from the head of the queue. With
+`prioritize_prefill` the prompts come first, and the decodes join them where the budget holds all of them. `commit`
 takes the step's tokens, publishes full pages and ends requests. With overlap, `schedule` for step n+1 comes before the
 `commit` of step n. So a plan is made from what the host knows for sure: how many tokens there will be, not which ones.
 A request that turns out to have ended leaves one row too many in flight; its epoch is over and the result is dropped.
@@ -50,6 +51,7 @@ class Scheduler:
         self._prefill = prefill or ChunkedPrefill(config)
         self._watermark_pages = int(config.watermark * pool.num_usable)
         self._step = 0  # the last step planned, which counts as dispatched
+        self._is_short = False  # the last draft found too few pages: decodes get theirs before prompts take more
         self._num_added = 0
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; ended requests leave when they come up
         self._expired: list[RequestUpdate] = []  # ends by deadline that no commit has reported yet
@@ -134,11 +136,16 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to do before another commit or arrival."""
         self._expire(now)
-        draft = Draft(step=self._step + 1, budget=self.config.max_num_batched_tokens)
-        self._place_decodes(draft)
+        draft = Draft(step=self._step + 1, config=self.config)
+        prompts_first = self.config.prioritize_prefill and not self._is_short
+        if not prompts_first:
+            self._place_decodes(draft)
         self._place_prefills(draft)
         if draft.admits:
             self._admit(draft, now)
+        if prompts_first and self.config.tokens_for(len(self.running.decoding)) <= draft.budget:
+            self._place_decodes(draft)
+        self._is_short = not draft.admits
         if not draft.decode and not draft.prefill:
             return None
         return self._seal(draft)
@@ -156,7 +163,6 @@ class Scheduler:
             request.num_in_flight += 1
             request.last_step = step
             place(row)
-        draft.budget -= len(draft.decode)
 
     def _place_prefills(self, draft: Draft) -> None:
         for request, row in list(self.running.prefilling.items()):
@@ -167,7 +173,7 @@ class Scheduler:
             start = request.num_computed_tokens
             num_tokens = self._prefill.num_query_tokens(request, request.num_tokens - start, draft.budget)
             if num_tokens and self._grow(request, start + num_tokens, draft):
-                draft.place(request, num_tokens)
+                draft.prefill[request] = num_tokens
 
     def _admit(self, draft: Draft, now: float) -> None:
         while draft.budget and self.running.free_slots and len(draft.prefill) < self.config.max_prefill_seqs:
@@ -185,7 +191,7 @@ class Scheduler:
             self._append_pages(request, hits, draft)
             grown = self._grow(request, end, draft)
             assert grown, "the pages were there just now"
-            draft.place(request, num_tokens)
+            draft.prefill[request] = num_tokens
 
     def _has_pages(self, hits: list[int], num_tokens: int) -> bool:
         """Whether `num_tokens` tokens that begin with `hits` fit; hits that nobody holds use up free pages as well."""

@@ -50,6 +50,11 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     ),
     "enable_prefix_caching": Opt(bool, "Share the KV cache of equal prompt beginnings.", unset="on"),
     "enable_chunked_prefill": Opt(bool, "Spread a long prompt over several steps.", unset="on"),
+    "prioritize_prefill": Opt(
+        bool,
+        "Let decodes wait for prompts that fill a step: sooner done as a whole, but answers stall meanwhile.",
+        unset="on; serve and bench serve: off",
+    ),
     "async_scheduling": Opt(bool, "Schedule the next step while the device runs this one.", unset="on"),
     "warm_up": Opt(
         str,

@@ -97,6 +97,7 @@ class ModelConfig:
             scale=self.head_dim**-0.5 if self.query_scale is None else self.query_scale,
             sliding_window=self.sliding_window if kind == "sliding" else None,
             soft_cap=self.attn_soft_cap,
+            frequencies=self.rope(kind),
         )
 
 

@@ -58,5 +58,5 @@ def self_attention(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T
     if config.qk_norm:
         q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
         heads = jnp.concatenate([norm(q, p["q_norm"], config), norm(k, p["k_norm"], config), v], axis=1)
-    out = attend(heads, config.rope(kind))
+    out = attend(heads)
     return linear(out.reshape(out.shape[0], -1), p["o"])

@@ -3,4 +3,8 @@
 In plain XLA the same is `layers.rope.apply_rope` and `layers.kv_cache.write_kv`.
 """
 
-from jaxserve.pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write as rope_kv_write, unsupported as unsupported
+from jaxserve.pallas_kernels.rope_kv_write.mosaic_gpu import (
+    for_heads as for_heads,
+    rope_kv_write as rope_kv_write,
+    unsupported as unsupported,
+)

@@ -20,17 +20,25 @@ MAX_HEADS = 8  # that a CUDA block takes at a time
 MAX_BLOCKS = 1024  # rows that are in work at once
 
 
-def heads_at_a_time(num_heads: int, num_kv_heads: int) -> int:
-    """The most that divide both queries and keys evenly."""
-    return next(c for c in range(MAX_HEADS, 0, -1) if num_heads % c == 0 and num_kv_heads % c == 0)
+def heads_at_a_time(num_kv_heads: int) -> int:
+    """The most that divide the keys evenly, and with them the queries."""
+    return next(c for c in range(MAX_HEADS, 0, -1) if num_kv_heads % c == 0)
+
+
+def for_heads(rotation: tuple[Array, Array], kv: KVCache) -> tuple[Array, Array]:
+    """Cosines and sines `[T, 1, H / 2]`, repeated for each of the heads that a block takes: all operands of a rotation
+    have one layout. For all layers with this rotation at once.
+    """
+    cos, sin = (jnp.repeat(x, heads_at_a_time(kv.k.shape[3]), axis=1) for x in rotation)
+    return cos, sin
 
 
 def unsupported(heads: Array, kv: KVCache) -> str | None:
     """Why the kernel cannot serve this call; None if it can."""
-    (_, total, H), K = heads.shape, kv.k.shape[3]
+    H, K = heads.shape[2], kv.k.shape[3]
     if heads.dtype not in ("bfloat16", "float16") or kv.k.dtype != heads.dtype:
         return f"heads and cache must both be bfloat16 or both float16, got {heads.dtype} and {kv.k.dtype}"
-    count = heads_at_a_time(total - 2 * K, K)
+    count = heads_at_a_time(K)
     if count * H // 2 % 128:
         return f"{count} heads at a time of {H} dimensions do not fill the vectors of a warpgroup"
     return None
@@ -38,7 +46,7 @@ def unsupported(heads: Array, kv: KVCache) -> str | None:
 
 def rope_kv_write(
     heads: Array,
-    angles: Array,
+    rotation: tuple[Array, Array],
     kv: KVCache,
     layer: int | Array,
     page_ids: Array,
@@ -50,15 +58,14 @@ def rope_kv_write(
 
     Args:
         heads: `[T, N + 2 K, H]`, queries, keys and values of each row.
-        angles: f32 `[T, H / 2]`, by which the pair `(x[i], x[i + H/2])` of a row's queries and keys turns.
+        rotation: as `for_heads` returned it; the pair `(x[i], x[i + H/2])` of a row's queries and keys turns by it.
         kv: written in place when it was donated.
         page_ids, page_offsets: i32 `[T]`, where each row's key and value go.
     """
     (T, total, H), K = heads.shape, kv.k.shape[3]
     N = total - 2 * K
-    count = heads_at_a_time(N, K)
-    # One cosine a pair for each of the heads, so that all operands of a rotation have one layout
-    cos, sin = (jnp.broadcast_to(f(angles)[:, None], (T, count, H // 2)) for f in (jnp.cos, jnp.sin))
+    cos, sin = rotation
+    count = cos.shape[1]
     k, v = jax.new_ref(kv.k), jax.new_ref(kv.v)
     (q,) = plgpu.kernel(
         functools.partial(_rotate_and_write, count=count),

@@ -92,13 +92,12 @@ def test_an_error_of_the_compiler_reaches_the_step(compiler):
 
 def test_the_default_programs_cover_every_plan_and_are_few(llm):
     runner, config = llm.llm_engine.core.runner, llm.llm_engine.core.runner.config
-    shapes = runner.default_shapes()
     for rows in range(config.max_num_seqs + 1):
         for tokens in range(65):
             for seqs in {0, 1, min(tokens, prefill_seqs(config.prefill_tokens[-1]))}:
                 if rows + tokens and (tokens > 0) == (seqs > 0):
                     plan = StepShape(decode_rows=rows, prefill_tokens=tokens, prefill_seqs=seqs)
-                    assert any(shape.covers(plan) for shape in shapes)
+                    assert any(shape.covers(plan) for shape in runner.shapes)
 
 
 def test_the_default_warm_up_compiles_at_most_48_programs(make_llm):

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.layers.rope import RopeScaling, apply_rope, rope_frequencies
+from jaxserve.layers.rope import RopeScaling, apply_rope, rope_frequencies, rotation
 
 POSITIONS = jnp.asarray([0, 1, 5, 1000, 130_000])
 
@@ -19,7 +19,7 @@ def rotate(x, positions, frequencies):
 def test_pairs_turn_by_position_times_frequency():
     x = jax.random.normal(jax.random.key(0), (5, 3, 64))
     frequencies = rope_frequencies(64, 10000.0)
-    y = apply_rope(x, POSITIONS, frequencies)
+    y = apply_rope(x, rotation(POSITIONS, frequencies))
     np.testing.assert_allclose(y[:4], rotate(x[:4], POSITIONS[:4], frequencies), atol=3e-4)
     np.testing.assert_allclose(y[0], x[0], atol=1e-6)
     interleaved = rotate(x, POSITIONS, frequencies).reshape(5, 3, 2, 32).swapaxes(2, 3).reshape(5, 3, 64)
@@ -32,7 +32,7 @@ def test_scores_depend_on_the_distance_only():
     frequencies = rope_frequencies(128, 500000.0)
 
     def score(i, j):
-        turned = (apply_rope(x, jnp.asarray([n]), frequencies) for x, n in ((q, i), (k, j)))
+        turned = (apply_rope(x, rotation(jnp.asarray([n]), frequencies)) for x, n in ((q, i), (k, j)))
         return float(jnp.sum(next(turned) * next(turned)))
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-3)
@@ -41,9 +41,9 @@ def test_scores_depend_on_the_distance_only():
 
 def test_bfloat16_keeps_its_dtype_and_is_rotated_in_float32():
     x = jax.random.normal(jax.random.key(0), (5, 2, 64), jnp.bfloat16)
-    y = apply_rope(x, POSITIONS, rope_frequencies(64, 10000.0))
+    y = apply_rope(x, rotation(POSITIONS, rope_frequencies(64, 10000.0)))
     assert y.dtype == jnp.bfloat16
-    wide = apply_rope(x.astype(jnp.float32), POSITIONS, rope_frequencies(64, 10000.0))
+    wide = apply_rope(x.astype(jnp.float32), rotation(POSITIONS, rope_frequencies(64, 10000.0)))
     np.testing.assert_array_equal(y, wide.astype(jnp.bfloat16))
 
 

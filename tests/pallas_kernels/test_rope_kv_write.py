@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels.paged_attention import KVCache
-from jaxserve.pallas_kernels.rope_kv_write import mosaic_gpu, reference, rope_kv_write, unsupported
+from jaxserve.pallas_kernels.rope_kv_write import for_heads, mosaic_gpu, reference, rope_kv_write, unsupported
 
 LAYER = 1
 # T, N, K, H: heads four, two and one at a time, and more rows than are in work at once
@@ -25,6 +25,10 @@ def inputs(shape, dtype):
     return heads, angles, KVCache(k=k, v=v), pages, jnp.asarray(rng.integers(0, 8, T), jnp.int32)
 
 
+def rotation(angles, kv):
+    return for_heads((jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]), kv)
+
+
 def errors(got, expected, dtype) -> list[float]:
     """The largest error of queries, keys and values, in units of one rounding of the largest value."""
     q, kv = got
@@ -40,7 +44,7 @@ def test_queries_turn_and_keys_and_values_land_in_their_pages(shape, dtype, monk
     monkeypatch.setattr(mosaic_gpu, "MAX_BLOCKS", 4)
     heads, angles, kv, pages, offsets = inputs(shape, dtype)
     expected = reference.rope_kv_write(heads, angles, kv, LAYER, pages, offsets)
-    got = rope_kv_write(heads, angles, kv, jnp.int32(LAYER), pages, offsets, interpret=True)
+    got = rope_kv_write(heads, rotation(angles, kv), kv, jnp.int32(LAYER), pages, offsets, interpret=True)
     assert max(errors(got, expected, dtype)) < 1
 
 
@@ -58,7 +62,7 @@ def test_a_plausible_wrong_answer_is_out_of_bounds(wrong):
     )
     pages = pages[::-1] if wrong == "another page" else pages
     offsets = (offsets + 1) % 8 if wrong == "next offset" else offsets
-    got = rope_kv_write(heads, angles, kv, jnp.int32(layer), pages, offsets, interpret=True)
+    got = rope_kv_write(heads, rotation(angles, kv), kv, jnp.int32(layer), pages, offsets, interpret=True)
     assert max(errors(got, expected, jnp.bfloat16)) > 1
 
 

@@ -18,11 +18,10 @@ def setups(draw):
     chunked = draw(st.booleans())
     max_model_len = draw(st.sampled_from([8, 20, 32]))
     max_num_seqs = draw(st.integers(1, 5))
+    budget = draw(st.integers(max_num_seqs, 12)) if chunked else max_model_len + draw(st.integers(0, 9))
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=draw(st.integers(max_num_seqs, 12))
-        if chunked
-        else max_model_len + draw(st.integers(0, 9)),
+        max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         max_prefill_seqs=draw(st.integers(1, 3)),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
@@ -31,6 +30,8 @@ def setups(draw):
         max_num_queued_reqs=draw(st.sampled_from([None, None, 3])),
         reserve_full_isl=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        prioritize_prefill=draw(st.booleans()),
+        padded_decode_rows=draw(st.sampled_from([(), (0, budget // 4, budget // 2)])),
     )
     return Setup(
         config=config,

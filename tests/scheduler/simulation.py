@@ -361,13 +361,16 @@ class Simulation:
         rows = [*plan.decode, *plan.prefill]
         requests = [row.request for row in rows]
         assert 0 < len(set(requests)) == len(requests) <= self.config.max_num_seqs
-        assert len(plan.decode) + plan.num_prefill_tokens <= self.config.max_num_batched_tokens
+        if plan.prefill:
+            padded = self.config.tokens_for(len(plan.decode))
+            assert len(plan.decode) <= padded <= self.config.max_num_batched_tokens - plan.num_prefill_tokens
         assert len(plan.prefill) <= self.config.max_prefill_seqs
         assert all(row.epoch == row.request.epoch and row.slot == row.request.slot for row in rows)
         assert {update.slot for update in plan.page_updates} <= {row.slot for row in rows}
         assert set(plan.new_slots) <= set(requests)
         assert not any(request.held for request in requests)
-        if first is not None and first.status is Status.RUNNING and not self.setup.spans:
+        waits = self.config.prioritize_prefill and plan.prefill and not plan.decode
+        if first is not None and first.status is Status.RUNNING and not self.setup.spans and not waits:
             assert first in requests or self.pool.num_returning(), "the first in the order does not get on"
 
     @staticmethod

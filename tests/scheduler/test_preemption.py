@@ -3,7 +3,7 @@
 import pytest
 from scripted import make, request
 
-from jaxserve.scheduler import DecodeRow, PageUpdate, Status
+from jaxserve.scheduler import DecodeRow, PageUpdate, SchedulerConfig, Status
 from jaxserve.scheduler.plan import Draft
 
 
@@ -98,12 +98,16 @@ def test_victim_already_in_the_step_is_withdrawn_and_its_budget_given_on():
 def test_withdrawing_gives_the_budget_back_and_keeps_the_others():
     a, b = request([2]), request([3])
     rows = [DecodeRow(a, 0, 0), DecodeRow(b, 0, 1)]
-    draft = Draft(step=1, budget=10, decode=list(rows), page_updates=[PageUpdate(0, 1, 5), PageUpdate(1, 2, 6)])
+    config = SchedulerConfig(max_num_batched_tokens=12, max_num_seqs=2)
+    draft = Draft(step=1, config=config, decode=list(rows), page_updates=[PageUpdate(0, 1, 5), PageUpdate(1, 2, 6)])
+    assert draft.budget == 10
     draft.withdraw(b, rows[1])
     assert (draft.budget, draft.decode, draft.page_updates) == (11, rows[:1], [PageUpdate(0, 1, 5)])
-    draft.place(b, 4)
+    draft.prefill[b] = 4
+    draft.new_slots.append(b)
+    assert draft.budget == 7
     draft.withdraw(b, rows[1])
-    assert (draft.budget, draft.prefill) == (11, {})
+    assert (draft.budget, draft.prefill, draft.new_slots) == (11, {}, [])
 
 
 def test_one_victim_is_taken_for_one_page_while_its_pages_are_fenced():

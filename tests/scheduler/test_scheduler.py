@@ -37,6 +37,29 @@ def test_long_prompt_is_cut_by_its_threshold():
     sim.drain()
 
 
+def test_prioritized_prompts_fill_steps_and_decodes_join_those_with_room():
+    sim = make(prioritize_prefill=True, max_num_batched_tokens=10)
+    a, b = request([2] * 6), request([3] * 13)
+    sim.add_all(a)
+    sim.step()
+    sim.add_all(b)
+    assert (prefill(sim.dispatch()), sim.in_flight[-1][0].decode) == ({b: 10}, [])
+    sim.commit()
+    plan = sim.dispatch()
+    assert (prefill(plan), [row.request for row in plan.decode]) == ({b: 3}, [a])
+    sim.drain()
+
+
+def test_the_budget_pays_for_the_padding_of_decode_rows():
+    sim = make(max_num_batched_tokens=10, padded_decode_rows=(0, 4), overlap=False)
+    a, b = request([2] * 9), request([3] * 13)
+    sim.add_all(a, b)
+    assert prefill(sim.dispatch()) == {a: 9, b: 1}
+    sim.commit()
+    assert prefill(sim.dispatch()) == {b: 6}
+    sim.drain()
+
+
 def test_prefill_region_holds_max_prefill_seqs():
     sim = make(max_prefill_seqs=2)
     requests = [request([2] * 3) for _ in range(3)]

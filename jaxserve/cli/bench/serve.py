@@ -60,7 +60,7 @@ def serve(
     require_writable(output_json)
     if plot:
         require_drawable(plot)
-    with bench_engine.start(engine) as llm:
+    with bench_engine.start({"prioritize_prefill": False, **engine}) as llm:  # as a server has it
         if num_warmups:
             warm = bench_engine.requests(llm.llm_engine, {**workload, "num_prompts": num_warmups}, rng)
             with bench_engine.counting("warm-up requests", num_warmups) as one_done:
