@@ -19,17 +19,22 @@ from jaxserve.pallas_kernels.paged_attention.decode_work import (
 )
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, LEAST, LOG2_E, zeros
 
+ROW_ELEMENTS = 256  # of the rows that a CUDA block takes: as much as the widest head_dim
+MAX_AHEAD = 72  # rows of parts that are loaded at once and fit the registers
+
 
 def merge_parts(
     out: Array, lse: Array, parts: Array, part_lse: Array, work: Work, options: Options, interpret: bool
 ) -> tuple[Array, Array]:
     """The outputs and the logarithms of their denominators, those of the split tiles written into them, in place."""
     (B, num_tiles, rows, H), workers = out.shape, options.tiling.workers
+    count = ROW_ELEMENTS // H
+    chunk = min(MAX_AHEAD // count, workers // (B * num_tiles) + 2)  # all parts of a tile if tiles are equally long
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
-        functools.partial(_merge_kernel, options=options, chunk=8 if B * num_tiles < options.tiling.blocks else 2),
+        functools.partial(_merge_kernel, options=options, chunk=chunk),
         out_type=(),
-        grid=(workers - 1, rows * H // 256),
+        grid=(workers - 1, rows // count),
         grid_names=("worker", "rows"),
         kernel_name="paged_attention_merge",
         interpret=INTERPRETER if interpret else None,
@@ -83,7 +88,7 @@ def _merge_kernel(
 def _merge(parts_gmem, part_lse_gmem, worker: Array, num_parts: Array, out_gmem, lse_gmem, chunk: int) -> None:
     """The sum of the parts of a tile that `worker` began, `chunk` parts at a time."""
     H = out_gmem.shape[1]
-    count = 256 // H
+    count = ROW_ELEMENTS // H
     first_row = lax.axis_index("rows") * count
     rows = pl.ds(first_row, count)
     layout = plgpu.Layout.WG_STRIDED((count, H), vec_size=2)
