@@ -194,6 +194,7 @@ def operations(hlo: str) -> dict:
         "kernels": collections.Counter(calls),
         "cumulative_sums": hlo.count(" reduce-window("),
         "sorts": hlo.count(" sort("),
+        "copies": hlo.count(" copy("),
     }
 
 

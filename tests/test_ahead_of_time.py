@@ -66,6 +66,7 @@ def test_steps_on_the_h200_use_the_kernels_and_compute_no_matmul_twice(name, reg
     for region in regions:
         assert kernels[f"paged_attention_{region}"] == unrolled
     assert kernels["paged_attention_merge"] == unrolled
+    assert program["in_loop"]["copies"] == 0  # neither of the cache nor of attention's output, both written in place
     assert program["in_loop"]["matmuls"] == 4 * unrolled  # q k v, o, gate and up, down
     assert program["outside"]["matmuls"] == 0
     assert not program["outside"]["kernels"]

@@ -13,6 +13,8 @@ from jaxserve.pallas_kernels.paged_attention.hopper import Scoring
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
 EVERYTHING = 2**30  # a window that nothing is out of
+CONTINUED, BEGUN, UNREAD = range(3)  # a worker's parts: of the tile it continues, the one it begins, and whole ones
+PARTS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,8 @@ class Options:
     """What the kernels know when they are compiled, besides shapes."""
 
     q_len: int  # query rows of a sequence
-    group: int  # query heads of a KV head, padded
-    shared: int  # KV heads whose query heads lie in the rows of one tile; each drops the rows of the others
+    group: int  # query heads of a KV head
+    shared: int  # KV heads whose query heads are the rows of one tile
     as_they_are: bool  # the queries are such tiles already
     scoring: Scoring
     tiling: Tiling
@@ -51,16 +53,23 @@ class Unit:
     first: Array  # block of the sequence that its rows see
     last: Array  # exclusive
 
+    def before(self, shared: int) -> Array:
+        """Units of its tile, of `shared` heads, that come before this one."""
+        return lax.rem(self.head, shared) * (self.last - self.first) + self.at - self.first
+
+    def of_tile(self, shared: int) -> Array:
+        """Units of its tile."""
+        return shared * (self.last - self.first)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """How the units are shared out: the same for every layer of a kind."""
 
-    ends: Array  # i32 [B], units of the sequences up to and with this one
-    count: Array  # i32 [workers], units of each worker
-    begin: Unit  # i32 [workers], the first of them
-    sliding_window: int | None = dataclasses.field(metadata={"static": True})  # that this holds for
+    start: Array  # i32 [workers + 1], the first unit of each worker, and the number of units
+    begin: Unit  # i32 [workers], that unit
+    prepared_for: tuple[int | None, Tiling] = dataclasses.field(metadata={"static": True})  # sliding window, tiling
 
 
 def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, tiling: Tiling) -> Work:
@@ -70,10 +79,10 @@ def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, t
     size = last - first
     ends = K * jnp.cumsum(size, dtype=jnp.int32)
     share, rest = lax.div(ends[-1], tiling.workers), lax.rem(ends[-1], tiling.workers)
-    starts = _first_unit(jnp.arange(tiling.workers + 1, dtype=jnp.int32), share, rest)
-    sequence = jnp.searchsorted(ends, starts[:-1], side="right", method="compare_all").astype(jnp.int32)
+    start = _first_unit(jnp.arange(tiling.workers + 1, dtype=jnp.int32), share, rest)
+    sequence = jnp.searchsorted(ends, start[:-1], side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)  # beyond: a worker without work
-    offset = starts[:-1] - (ends - K * size)[sequence]
+    offset = start[:-1] - (ends - K * size)[sequence]
     begin = Unit(
         sequence=sequence,
         head=lax.div(offset, size[sequence]),
@@ -82,7 +91,7 @@ def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, t
         first=first[sequence],
         last=last[sequence],
     )
-    return Work(ends=ends, count=starts[1:] - starts[:-1], begin=begin, sliding_window=sliding_window)
+    return Work(start=start, begin=begin, prepared_for=(sliding_window, tiling))
 
 
 def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: int) -> tuple[Array, Array]:
@@ -103,6 +112,13 @@ def worker_of(unit: Array, share: Array, rest: Array) -> Array:
     return jnp.where(unit < large, lax.div(unit, share + 1), rest + lax.div(unit - large, jnp.maximum(share, 1)))
 
 
-def padded_group(group: int, head_dim: int) -> int:
-    """Query heads of a KV head as the kernels see them: a vector of one warpgroup is at least 128 long."""
-    return group + group % 2 if head_dim < 128 else group
+def split_over(worker: Array, units: tuple[Array, Array], after: Unit, num_units: Array, options: Options) -> Array:
+    """Over how many workers the tile is split that a worker begins and another one completes; 0 if there is none.
+
+    It is the tile in which the next worker begins, which has the unit `after`, if that one is not its first and this
+    worker, which has `units` from and to, has that.
+    """
+    workers, num_before = options.tiling.workers, after.before(options.shared)
+    last = units[1] - num_before + after.of_tile(options.shared) - 1
+    count = worker_of(last, lax.div(num_units, workers), lax.rem(num_units, workers)) + 1 - worker
+    return jnp.where((num_before > 0) & (num_before <= units[1] - units[0]), count, 0)

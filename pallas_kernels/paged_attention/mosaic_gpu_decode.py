@@ -1,14 +1,16 @@
 """Paged attention of decode rows on NVIDIA Hopper.
 
 How this works. The keys and values of one sequence, one KV head and `block` positions are a *unit* of work, numbered
-sequence by sequence, then head, then block; the units of one (sequence, head) are a *tile*. Every worker takes an equal
-run of consecutive units, whatever the lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). A
-worker is a pair of warpgroups: one fetches pages by TMA, a few units ahead and across the borders of tiles, the other
-computes. The query heads that share a KV head are the first rows of the same matmuls, which have rows to spare.
+sequence by sequence, then head, then block. The query heads that share a KV head are the first rows of the same
+matmuls, which have rows to spare; those of several KV heads are the rows of one *tile* if together they are eight, and
+each unit of it leaves the rows of the other KV heads as they were. Every worker takes an equal run of consecutive
+units, whatever the lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). A worker is a pair of
+warpgroups: one fetches pages by TMA, a few units ahead and across the borders of tiles, the other computes.
 
-What a worker finds out about one tile is a *part*: an output, normalised by itself, and the logarithm of its
-denominator. Worker w's part of tile t has the index t + w, consecutive for one tile and unique over all. A second,
-small kernel adds the parts of each tile, weighted by their denominators.
+What a worker finds out about a tile is an output, normalised by itself, and the logarithm of its denominator. It writes
+them where those of the tile belong and, for a tile that it has not whole, into one of its own *parts*. A worker has at
+most two such tiles, the first, which another one began, and the last, which another one completes. A second, small
+kernel adds the parts of each tile that was split, weighted by their denominators, and writes over what was there.
 """
 
 import dataclasses
@@ -21,7 +23,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.paged_attention.decode_work import Options, Tiling, Unit, Work, block_range, padded_group
+from jaxserve.pallas_kernels.paged_attention.decode_work import (
+    BEGUN,
+    CONTINUED,
+    PARTS,
+    UNREAD,
+    Options,
+    Tiling,
+    Unit,
+    Work,
+    block_range,
+)
 from jaxserve.pallas_kernels.paged_attention.hopper import (
     INTERPRETER,
     LEAST,
@@ -53,41 +65,39 @@ def paged_attention(
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Output `[B * q_len, N, H]` in q.dtype and float32 log-sum-exp `[B * q_len, N]`; see the package's docstring."""
-    (_, N, H), K = q.shape, kv.k.shape[3]
-    prepared_for = (work.sliding_window, work.count.shape)
-    assert prepared_for == (scoring.sliding_window, (tiling.workers,)), "prepared for other layers"
-    as_they_are = _are_tiles(N, K, H, batch.max_q_len)
+    (_, N, H), K, q_len = q.shape, kv.k.shape[3], batch.max_q_len
+    assert work.prepared_for == (scoring.sliding_window, tiling), "prepared for other layers"
+    group = N // K
+    as_they_are = q_len == 1 and N % 8 == 0 and (8 % group == 0 or group % 8 == 0)
     options = Options(
-        q_len=batch.max_q_len,
-        group=padded_group(N // K, H),
-        shared=max(1, 8 // (N // K)) if as_they_are else 1,
+        q_len=q_len,
+        group=group,
+        shared=max(1, 8 // group) if as_they_are else 1,
         as_they_are=as_they_are,
         scoring=scoring,
         tiling=tiling,
     )
-    parts = _attend(_tiles(q, K, options), kv, layer, batch, work, options, interpret)
-    out, lse = merge_parts(*parts, batch, work, options, interpret)
-    if options.group == N // K:
-        return out, lse
-    heads = (out.shape[0], K, options.group)
-    return out.reshape(*heads, H)[:, :, : N // K].reshape(q.shape), lse.reshape(heads)[:, :, : N // K].reshape(-1, N)
-
-
-def _are_tiles(N: int, K: int, H: int, q_len: int) -> bool:
-    """Whether every eight query heads, or the group of a KV head, make a tile without padding."""
-    group = N // K
-    return q_len == 1 and group == padded_group(group, H) and N % 8 == 0 and (8 % group == 0 or group % 8 == 0)
+    out, lse, parts, part_lse = _attend(_tiles(q, K, options), kv, layer, batch, work, options, interpret)
+    out, lse = merge_parts(out, lse, parts, part_lse, work, options, interpret)
+    return _heads(out, options).reshape(-1, N, H), _heads(lse, options).reshape(-1, N)
 
 
 def _tiles(q: Array, K: int, options: Options) -> Array:
     """Queries by tile, `[B, tiles, rows, H]`: rows are (query token, head of the group), in whole swizzles of eight."""
-    (num_rows, N, H), q_len = q.shape, options.q_len
+    (num_rows, _, H), q_len = q.shape, options.q_len
     if options.as_they_are:
         return q.reshape(num_rows, K // options.shared, -1, H)
-    tiles = q.reshape(num_rows // q_len, q_len, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    tiles = jnp.pad(tiles, ((0, 0),) * 3 + ((0, options.group - N // K), (0, 0)))
+    tiles = q.reshape(num_rows // q_len, q_len, K, options.group, H).swapaxes(1, 2)
     tiles = tiles.reshape(num_rows // q_len, K, q_len * options.group, H)
     return jnp.pad(tiles, ((0, 0), (0, 0), (0, -tiles.shape[2] % 8), (0, 0)))
+
+
+def _heads(tiles: Array, options: Options) -> Array:
+    """What `_tiles` has put into tiles, in the order that it was in."""
+    if options.as_they_are:
+        return tiles
+    (B, K, _, *rest), q_len, group = tiles.shape, options.q_len, options.group
+    return tiles[:, :, : q_len * group].reshape(B, K, q_len, group, *rest).swapaxes(1, 2)
 
 
 def _attend(
@@ -98,16 +108,18 @@ def _attend(
     work: Work,
     options: Options,
     interpret: bool,
-) -> tuple[Array, Array]:
-    """The parts of all tiles and the logarithms of their denominators."""
-    (B, _, rows, H), K, tiling = tiles.shape, kv.k.shape[3], options.tiling
+) -> tuple[Array, Array, Array, Array]:
+    """Outputs of the tiles that are whole and the logarithms of their denominators, and those of all parts."""
+    (*_, rows, H), tiling = tiles.shape, options.tiling
     pairs, stages, block, workers = tiling.pairs, tiling.stages, tiling.block, tiling.workers
     arrivals = max(1, block // kv.page_size)
     return plgpu.kernel(
         functools.partial(_attend_kernel, options=options),
         out_type=(
-            jax.ShapeDtypeStruct((B * K + workers, rows, H), tiles.dtype),
-            jax.ShapeDtypeStruct((B * K + workers, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct(tiles.shape, tiles.dtype),
+            jax.ShapeDtypeStruct(tiles.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct((PARTS * workers, rows, H), tiles.dtype),
+            jax.ShapeDtypeStruct((PARTS * workers, rows), jnp.float32),
         ),
         scratch_types=(
             plgpu.SMEM((pairs, ROWS, H), tiles.dtype, transforms=SWIZZLED),
@@ -132,7 +144,7 @@ def _attend(
         kv.v,
         batch.page_table,
         batch.kv_lens,
-        work.count,
+        work.start,
         work.begin.sequence,
         work.begin.head,
         work.begin.at,
@@ -153,8 +165,10 @@ class _Pair:
     table_gmem: Any  # i32 [B, max_pages]
     lens_gmem: Any  # i32 [B]
     layer_gmem: Any  # i32 [1]
-    out_gmem: Any  # [B * K + workers, rows, H]
-    lse_gmem: Any  # f32 [B * K + workers, ROWS]
+    out_gmem: Any  # [B, tiles, rows, H]
+    lse_gmem: Any  # f32 [B, tiles, rows]
+    parts_gmem: Any  # [PARTS * workers, rows, H]
+    part_lse_gmem: Any  # f32 [PARTS * workers, rows]
     q_smem: Any  # [ROWS, H]
     k_smem: Any  # [stages, block, H]
     v_smem: Any
@@ -231,7 +245,9 @@ class _Pair:
     def attend_unit(self, i: Array, carry: tuple) -> tuple:
         """One step of the online softmax (arXiv 2205.14135); maxima are in units of log 2."""
         outs, maximum, total, unit = carry
-        begins, ends = (unit.at == unit.first) | (i == 0), (unit.at + 1 == unit.last) | (i + 1 == self.count)
+        num_before, shared = unit.before(self.options.shared), self.options.shared
+        completes = num_before + 1 == unit.of_tile(shared)
+        begins, ends = (num_before == 0) | (i == 0), completes | (i + 1 == self.count)
         after, slot = self.following(unit), self.slot(i)
 
         @pl.when(begins)
@@ -251,18 +267,27 @@ class _Pair:
             self.fresh(),
             (outs, maximum, total),
         )
-        maximum = jnp.maximum(before, scores.max(axis=1) * to_log2)
+        largest = scores.max(axis=1) * to_log2
+        maximum = jnp.maximum(before, self.own_rows(unit, largest, LEAST))
         decay = jnp.exp2(before - maximum)
-        weights = jnp.exp2(scores * to_log2 - over(maximum, scores))
+        weights = jnp.exp2(scores * to_log2 - over(self.own_rows(unit, maximum, jnp.inf), scores))
         total = total * decay + weights.sum(axis=1)
         outs = self.outputs(unit, slot, weights, outs, decay)
 
         @pl.when(ends)
         def _():
-            self.store_part(unit, slot, outs, maximum, total)
+            self.store(unit, slot, num_before <= i, completes, outs, maximum, total)
 
         plgpu.barrier_arrive(self.consumed(slot))
         return outs, maximum, total, after
+
+    def own_rows(self, unit: Unit, values: Array, other: float) -> Array:
+        """The values of the rows whose heads share the unit's KV head, for those of other KV heads `other`."""
+        if self.options.shared == 1:
+            return values
+        rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        own = lax.div(rows, self.options.group) == lax.rem(unit.head, self.options.shared)
+        return jnp.where(own, values, other)
 
     def scores(self, unit: Unit, slot: Array) -> tuple[Array, float]:
         """Scores, -inf where a row does not see, and the factor that turns them into units of log 2."""
@@ -311,16 +336,25 @@ class _Pair:
             for c, out in enumerate(outs)
         ]
 
-    def store_part(self, unit: Unit, slot: Array, outs: list[Array], maximum: Array, total: Array) -> None:
-        part = unit.sequence * self.k_gmem.shape[3] + unit.head + self.worker
+    def store(
+        self, unit: Unit, slot: Array, begun: Array, completed: Array, outs: list[Array], maximum: Array, total: Array
+    ) -> None:
+        """Writes what this worker, which has `begun` or `completed` the tile or both, has found out about it."""
         inverse = jnp.where(total > 0, 1.0 / total, 0.0)
         out_smem, width = self.k_smem.at[slot, pl.ds(0, ROWS)], outs[0].shape[1]  # keys and weights are done with
         for c, out in enumerate(outs):
             out_smem[:, pl.ds(c * width, width)] = (out * over(inverse, out)).astype(out_smem.dtype)
         self.lse_smem[...] = jnp.where(total > 0, maximum / LOG2_E + jnp.log(total), -jnp.inf)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, self.q_gmem.shape[2])], self.out_gmem.at[part])
-        plgpu.copy_smem_to_gmem(self.lse_smem, self.lse_gmem.at[part])
+        # Both, whatever will be read: it stays in the L2 cache, and with a branch head_dim 256 spills many registers
+        tile, rows = (unit.sequence, lax.div(unit.head, self.options.shared)), pl.ds(0, self.q_gmem.shape[2])
+        part = PARTS * self.worker + jnp.where(begun & completed, UNREAD, jnp.where(begun, BEGUN, CONTINUED))
+        for out_gmem, lse_gmem in (
+            (self.out_gmem.at[tile], self.lse_gmem.at[tile]),
+            (self.parts_gmem.at[part], self.part_lse_gmem.at[part]),
+        ):
+            plgpu.copy_smem_to_gmem(out_smem.at[rows], out_gmem)
+            plgpu.copy_smem_to_gmem(self.lse_smem.at[rows], lse_gmem)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -330,7 +364,7 @@ def _attend_kernel(
     v_gmem,
     table_gmem,
     lens_gmem,
-    count_gmem,  # i32 [workers]
+    start_gmem,  # i32 [workers + 1]
     sequence_gmem,  # i32 [workers], as the next five: Work.begin
     head_gmem,
     at_gmem,
@@ -340,6 +374,8 @@ def _attend_kernel(
     layer_gmem,
     out_gmem,
     lse_gmem,
+    parts_gmem,
+    part_lse_gmem,
     q_smem,  # [pairs, ROWS, H]
     k_smem,  # [pairs, stages, block, H]
     v_smem,
@@ -364,6 +400,8 @@ def _attend_kernel(
         layer_gmem=layer_gmem,
         out_gmem=out_gmem,
         lse_gmem=lse_gmem,
+        parts_gmem=parts_gmem,
+        part_lse_gmem=part_lse_gmem,
         q_smem=q_smem.at[pair],
         k_smem=k_smem.at[pair],
         v_smem=v_smem.at[pair],
@@ -373,7 +411,7 @@ def _attend_kernel(
         v_arrived=lambda slot: v_arrived.at[pair * stages + slot],
         consumed=lambda slot: consumed.at[pair * stages + slot],
         worker=worker,
-        count=count_gmem[worker],
+        count=start_gmem[worker + 1] - start_gmem[worker],
         begin=Unit(
             sequence=sequence_gmem[worker],
             head=head_gmem[worker],

@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.paged_attention import (
     mosaic_gpu,
     prefill_work as prefill,
 )
+from jaxserve.pallas_kernels.paged_attention.hopper import Scoring
 
 TILING = decode.Tiling(block=64, stages=3, pairs=2, blocks=7)
 
@@ -49,7 +50,7 @@ def all_units(kv_lens, num_heads: int, q_len: int, window: int | None) -> list[t
 def walk(work: decode.Work, worker: int, kv_lens, num_heads: int, q_len: int, window: int | None):
     """The units of one worker, from its first on."""
     sequence, head, at = (int(x[worker]) for x in (work.begin.sequence, work.begin.head, work.begin.at))
-    for _ in range(int(work.count[worker])):
+    for _ in range(int(work.start[worker + 1] - work.start[worker])):
         yield sequence, head, at
         at += 1
         if at == visible_blocks(kv_lens[sequence], q_len, window).stop:
@@ -75,32 +76,36 @@ def test_decode_workers_share_all_units_equally(num_heads, q_len, window, length
     for seed in range(10):
         kv_lens = LENGTHS[lengths](np.random.default_rng(seed)).tolist()
         work = jax.tree.map(np.asarray, plan(decode_batch(kv_lens, q_len)))
-        assert work.count.max() - work.count.min() <= 1
+        assert np.ptp(np.diff(work.start)) <= 1
         found = [list(walk(work, w, kv_lens, num_heads, q_len, window)) for w in range(TILING.workers)]
         expected = all_units(kv_lens, num_heads, q_len, window)
         assert [*itertools.chain(*found)] == expected
-        ends = np.cumsum([num_heads * len(visible_blocks(n, q_len, window)) for n in kv_lens])
-        np.testing.assert_array_equal(work.ends, ends)
-        check_parts(found, num_heads)
+        assert work.start[-1] == len(expected)
+        for shared in (1, num_heads):
+            check_split_tiles(work, found, q_len, shared)
         check_what_a_worker_knows_of_its_first_unit(work, kv_lens, q_len, window)
 
 
-def check_parts(found, num_heads: int) -> None:
-    """Part t + w of tile t and worker w: those of a tile are consecutive, and no two share an index."""
-    parts: dict[int, list[int]] = {}
+def check_split_tiles(work: decode.Work, found, q_len: int, shared: int) -> None:
+    """Every tile that is split is known to the worker that begins it, with how many take part, and no other is."""
+    scoring = Scoring(scale=1.0, sliding_window=None, soft_cap=None)
+    options = decode.Options(q_len=q_len, group=1, shared=shared, as_they_are=False, scoring=scoring, tiling=TILING)
+    workers: dict[tuple[int, int], list[int]] = {}
     for worker, units in enumerate(found):
-        for sequence, head in dict.fromkeys(unit[:2] for unit in units):
-            tile = sequence * num_heads + head
-            parts.setdefault(tile, []).append(tile + worker)
-    indices = [*itertools.chain(*parts.values())]
-    assert len(set(indices)) == len(indices)
-    assert max(indices) < len(parts) + TILING.workers
-    for mine in parts.values():
-        assert mine == list(range(mine[0], mine[0] + len(mine)))
+        for tile in dict.fromkeys((sequence, head // shared) for sequence, head, _ in units):
+            workers.setdefault(tile, []).append(worker)
+    split = {tile: those for tile, those in workers.items() if len(those) > 1}
+    worker = jnp.arange(TILING.workers - 1)
+    after = jax.tree.map(lambda field: field[1:], work.begin)
+    units = (work.start[:-2], work.start[1:-1])
+    counts = np.asarray(decode.split_over(worker, units, after, work.start[-1], options))
+    beginners = np.flatnonzero(counts)
+    tiles = zip(after.sequence[beginners], after.head[beginners] // shared, strict=True)
+    assert {tile: [*range(w, w + counts[w])] for w, tile in zip(beginners, tiles, strict=True)} == split
 
 
 def check_what_a_worker_knows_of_its_first_unit(work: decode.Work, kv_lens, q_len: int, window: int | None) -> None:
-    for worker in np.flatnonzero(work.count):
+    for worker in np.flatnonzero(np.diff(work.start)):
         kv_len = kv_lens[work.begin.sequence[worker]]
         blocks = visible_blocks(kv_len, q_len, window)
         assert work.begin.kv_len[worker] == kv_len

@@ -31,6 +31,7 @@ FAST_CASES = (
     "decode_page_8",
     "decode_page_64",
     "decode_head_dim_256",
+    "decode_tiles_of_five_and_two_parts",
     "prefill_chunks",
     "prefill_rows_in_place_padded",
 )
