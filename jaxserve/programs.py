@@ -116,4 +116,6 @@ class Programs[K: Key]:
             return
         start = time.monotonic()
         self._ready[key] = self._build(key)
-        self.compile_s += time.monotonic() - start
+        elapsed = time.monotonic() - start
+        self.compile_s += elapsed
+        logger.debug("%s %s ready after %.2f s", self._name, key, elapsed)

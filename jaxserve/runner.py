@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jax import Array
 
 from jaxserve.config import RunnerConfig, prefill_seqs
 from jaxserve.core_types import CoreRequest
+from jaxserve.executables import compiled
 from jaxserve.layers.kv_cache import init_kv_cache
 from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
@@ -46,14 +46,6 @@ logger = logging.getLogger(__name__)
 SLOTS_A_CALL = 8
 UPDATES_A_CALL = (16, 128, 1024)
 MASKS_A_CALL = (8, 64)
-COMPILER_OPTIONS = {
-    "gpu": {
-        "xla_gpu_enable_triton_gemm": False,  # they copy each layer's weights out of the stack
-        "xla_gpu_autotune_level": 0,  # takes two thirds of a compile and finds nothing faster than cuBLAS's own choice
-        # It counts donated buffers twice, believes memory to be short, and then computes matmuls twice to save it
-        "xla_disable_hlo_passes": "rematerialization",
-    }
-}
 
 
 class Runner:
@@ -334,8 +326,3 @@ def decode_slots(plan: StepPlan) -> np.ndarray:
 
 def int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def compiled(function: Any, *arguments: Any, **static: Any) -> Callable:
-    """A jitted function compiled for the shapes of `arguments`."""
-    return function.lower(*arguments, **static).compile(compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))

@@ -123,12 +123,14 @@ def run_layers(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo: 
 def _run_stacked(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo: int, hi: int, carry: Any) -> Any:
     """Whole repeating periods of `kinds` in one loop, the layers before and after them unrolled."""
     period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
+    # A kernel reads its layer's number from memory. A slice of what is there already costs nothing; the sum does
+    numbers = jax.lax.optimization_barrier(jnp.arange(len(kinds), dtype=jnp.int32))
 
     def one(turn: int | Array, i: int, carry: Any) -> Any:
         """Layer `turn * period + i`."""
         index = turn * _count(kinds[:period], kinds[i]) + _count(kinds[:i], kinds[i])
         p = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layers[kinds[i]])
-        return body(kinds[i], p, index, carry)
+        return body(kinds[i], p, jax.lax.dynamic_index_in_dim(numbers, index, keepdims=False), carry)
 
     def whole_period(turn: int | Array, carry: Any) -> Any:
         for i in range(period):
@@ -140,7 +142,7 @@ def _run_stacked(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo
     for i in range(lo, min(hi, first * period)):
         carry = one(i // period, i % period, carry)
     if first < last:
-        unroll = max(1, min(4 // period, last - first))
+        unroll = max(1, min(8 // period, last - first))
         carry = jax.lax.fori_loop(first, last, whole_period, carry, unroll=unroll)
     for i in range(last * period, hi):
         carry = one(i // period, i % period, carry)
