@@ -426,11 +426,11 @@ def _attend_kernel(
     @pl.when(warpgroup >= pairs)
     def _fetch():
         if pairs > 1:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(32, action="decrease")
         self.fetch()
 
     @pl.when(warpgroup < pairs)
     def _compute():
         if pairs > 1:
-            plgpu.set_max_registers(208, action="increase")
+            plgpu.set_max_registers(216, action="increase")
         self.compute()
