@@ -41,19 +41,19 @@ from jax.sharding import (  # noqa: E402
     use_abstract_mesh,
 )
 
+from jaxserve.executables import COMPILER_OPTIONS  # noqa: E402
 from jaxserve.layers.decoder import stack_layers  # noqa: E402
 from jaxserve.layers.kv_cache import init_kv_cache  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
 from jaxserve.pallas_kernels import paged_attention  # noqa: E402
-from jaxserve.runner import COMPILER_OPTIONS  # noqa: E402
 from jaxserve.step_programs import StepShape, forward_step  # noqa: E402
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 16,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 128,
