@@ -36,13 +36,27 @@ def page_ids(table: Any, sequence: Array, kv_len: Array, begin: Array, block: in
     return [jnp.where(kv_len > 0, table[sequence, index], 0) for index in indices]
 
 
-def fetch_block(pages: Any, ids: list[Array], begin: Array, head: Array, target: Any, arrived: Any) -> None:
-    """Starts the copies of one head of a block, from pages `[P, page_size, K, H]` to `[block, H]`."""
+def fetch_block(
+    pages: Any, ids: list[Array], begin: Array, kv_len: Array, head: Array, target: Any, arrived: Any
+) -> None:
+    """Starts the copies of one head of a block, from pages `[P, page_size, K, H]` to `[block, H]`.
+
+    A block of one page is fetched by half if the sequence, of length `kv_len`, ends there.
+    """
     block, page_size = target.shape[0], pages.shape[1]
     size = min(block, page_size)
-    part = pl.ds(lax.rem(begin, page_size), size) if size < page_size else slice(None)
-    for j, page in enumerate(ids):
-        plgpu.copy_gmem_to_smem(pages.at[page, part, head], target.at[pl.ds(j * size, size)], arrived)
+    offset = lax.rem(begin, page_size) if size < page_size else 0
+
+    def fetch(num_rows: int) -> None:
+        for j, page in enumerate(ids):
+            rows = pages.at[page, pl.ds(offset, num_rows), head]
+            plgpu.copy_gmem_to_smem(rows, target.at[pl.ds(j * size, num_rows)], arrived)
+
+    if size < block:
+        return fetch(size)
+    is_half = kv_len - begin <= size // 2
+    pl.when(is_half)(lambda: fetch(size // 2))
+    pl.when(jnp.logical_not(is_half))(lambda: fetch(size))
 
 
 def capped(scores: Array, scoring: Scoring) -> tuple[Array, float]:

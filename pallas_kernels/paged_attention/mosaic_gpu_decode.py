@@ -209,13 +209,14 @@ class _Pair:
         def step(i: Array, unit: Unit) -> Unit:
             begin, slot = unit.at * self.block, self.slot(i)
             ids = page_ids(self.table_gmem, unit.sequence, unit.kv_len, begin, self.block, page_size)
+            where = (ids, begin, unit.kv_len, unit.head)
 
             @pl.when(i >= self.options.tiling.stages)
             def _wait():
                 plgpu.barrier_wait(self.consumed(slot))
 
-            fetch_block(self.k_gmem.at[layer], ids, begin, unit.head, self.k_smem.at[slot], self.k_arrived(slot))
-            fetch_block(self.v_gmem.at[layer], ids, begin, unit.head, self.v_smem.at[slot], self.v_arrived(slot))
+            fetch_block(self.k_gmem.at[layer], *where, self.k_smem.at[slot], self.k_arrived(slot))
+            fetch_block(self.v_gmem.at[layer], *where, self.v_smem.at[slot], self.v_arrived(slot))
             return self.following(unit)
 
         lax.fori_loop(0, self.count, step, self.begin)

@@ -208,7 +208,7 @@ class _Cta:
                 def _wait(consumed=consumed):
                     plgpu.barrier_wait(consumed.at[slot])
 
-                fetch_block(source.at[layer], ids, begin, kv_head, target.at[slot], arrived.at[slot])
+                fetch_block(source.at[layer], ids, begin, tile.kv_len, kv_head, target.at[slot], arrived.at[slot])
 
         lax.fori_loop(0, tile.count, step, None)
 

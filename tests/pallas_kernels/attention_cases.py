@@ -46,7 +46,7 @@ CASES = (
     Case(name="decode_head_dim_256", kv_lens=(77, 130), heads=(8, 4, 256), soft_cap=50.0, sliding_window=64),
     Case(name="decode_multi_head", kv_lens=(33,), heads=(4, 4, 64)),
     Case(name="decode_page_8", kv_lens=(33, 64), page_size=8),
-    Case(name="decode_page_64", kv_lens=(65, 64, 700), page_size=64),
+    Case(name="decode_page_64", kv_lens=(65, 64, 700, 96, 97), page_size=64),
     Case(name="prefill_one_token", kv_lens=(1,), q_lens=(1,), rows=16),
     Case(name="prefill_whole", kv_lens=(150,), q_lens=(150,), rows=150),
     Case(name="prefill_padded", kv_lens=(70, 33, 0, 20), q_lens=(70, 33, 0, 20), rows=128),
@@ -71,7 +71,9 @@ CASES = (
         rows=48,
         heads=(4, 2, 64),
     ),
-    Case(name="prefill_page_128", kv_lens=(260, 64), q_lens=(70, 64), rows=150, page_size=128, heads=(2, 1, 256)),
+    Case(
+        name="prefill_page_128", kv_lens=(260, 64, 193), q_lens=(70, 64, 9), rows=150, page_size=128, heads=(2, 1, 256)
+    ),
     Case(name="prefill_page_256", kv_lens=(300, 256), q_lens=(70, 64), rows=134, page_size=256, heads=(2, 1, 64)),
 )
 
