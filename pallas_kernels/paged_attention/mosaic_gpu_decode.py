@@ -78,7 +78,7 @@ def paged_attention(
         tiling=tiling,
     )
     out, lse, parts, part_lse = _attend(_tiles(q, K, options), kv, layer, batch, work, options, interpret)
-    out, lse = merge_parts(out, lse, parts, part_lse, work, options, interpret)
+    out, lse = merge_parts(out, lse, parts, part_lse, batch, work, options, interpret)
     return _heads(out, options).reshape(-1, N, H), _heads(lse, options).reshape(-1, N)
 
 
