@@ -85,11 +85,13 @@ class KernelShape:
 
 KERNELS = {
     "decode_32_8_128": KernelShape(num_seqs=64, heads=(32, 8, 128)),
+    "decode_32_8_128_one_sequence": KernelShape(num_seqs=1, heads=(32, 8, 128)),  # many parts are merged at once
     "decode_24_8_128": KernelShape(num_seqs=64, heads=(24, 8, 128)),  # an odd group
     "decode_28_4_128": KernelShape(num_seqs=4, heads=(28, 4, 128)),
     "decode_9_3_64": KernelShape(num_seqs=64, heads=(9, 3, 64), page_size=16),
     "decode_8_4_64_eight_tokens": KernelShape(num_seqs=16, heads=(8, 4, 64), q_len=8),
     "decode_8_4_256": KernelShape(num_seqs=16, heads=(8, 4, 256)),
+    "decode_8_4_64_one_sequence": KernelShape(num_seqs=1, heads=(8, 4, 64)),
     "prefill_32_8_128_one_sequence": KernelShape(num_seqs=1, heads=(32, 8, 128), prefill_rows=512),
     "prefill_9_3_64": KernelShape(num_seqs=4, heads=(9, 3, 64), page_size=16, prefill_rows=512),
     "prefill_8_4_256": KernelShape(num_seqs=4, heads=(8, 4, 256), prefill_rows=512),

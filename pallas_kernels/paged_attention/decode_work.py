@@ -67,6 +67,7 @@ class Unit:
 class Work:
     """How the units are shared out: the same for every layer of a kind."""
 
+    ends: Array  # i32 [B], units of the sequences up to and with this one
     start: Array  # i32 [workers + 1], the first unit of each worker, and the number of units
     begin: Unit  # i32 [workers], that unit
     prepared_for: tuple[int | None, Tiling] = dataclasses.field(metadata={"static": True})  # sliding window, tiling
@@ -91,7 +92,7 @@ def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, t
         first=first[sequence],
         last=last[sequence],
     )
-    return Work(start=start, begin=begin, prepared_for=(sliding_window, tiling))
+    return Work(ends=ends, start=start, begin=begin, prepared_for=(sliding_window, tiling))
 
 
 def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: int) -> tuple[Array, Array]:
@@ -106,19 +107,35 @@ def _first_unit(worker: Array, share: Array, rest: Array) -> Array:
     return worker * share + jnp.minimum(worker, rest)
 
 
-def worker_of(unit: Array, share: Array, rest: Array) -> Array:
-    """The worker that has `unit`."""
+def workers_of_tile(
+    end: Array, tile: Array, num_blocks: Array, num_tiles: int, num_units: Array, options: Options
+) -> tuple[Array, Array]:
+    """The first worker of a tile, and how many have some of it.
+
+    Its sequence has `num_tiles` tiles and the units up to `end`, `num_blocks` for each head.
+    """
+    size = options.shared * num_blocks
+    return _workers_of(end - (num_tiles - tile) * size, size, num_units, options)
+
+
+def workers_of_begun_tile(worker: Array, end: Array, after: Unit, num_units: Array, options: Options) -> Array:
+    """How many workers have some of the tile that this one begins and does not complete; 0 if there is none.
+
+    This worker has the units up to `end`, which is that of the next one, `after`. So it is the tile of that unit.
+    """
+    num_before = after.before(options.shared)
+    first, count = _workers_of(end - num_before, after.of_tile(options.shared), num_units, options)
+    return jnp.where((num_before > 0) & (first == worker), count, 0)
+
+
+def _workers_of(begin: Array, size: Array, num_units: Array, options: Options) -> tuple[Array, Array]:
+    """The worker that has unit `begin`, and how many have that and the next ones, `size` in all."""
+    workers = options.tiling.workers
+    share, rest = lax.div(num_units, workers), lax.rem(num_units, workers)
+    first = _worker_of(begin, share, rest)
+    return first, _worker_of(begin + size - 1, share, rest) + 1 - first
+
+
+def _worker_of(unit: Array, share: Array, rest: Array) -> Array:
     large = rest * (share + 1)
     return jnp.where(unit < large, lax.div(unit, share + 1), rest + lax.div(unit - large, jnp.maximum(share, 1)))
-
-
-def split_over(worker: Array, units: tuple[Array, Array], after: Unit, num_units: Array, options: Options) -> Array:
-    """Over how many workers the tile is split that a worker begins and another one completes; 0 if there is none.
-
-    It is the tile in which the next worker begins, which has the unit `after`, if that one is not its first and this
-    worker, which has `units` from and to, has that.
-    """
-    workers, num_before = options.tiling.workers, after.before(options.shared)
-    last = units[1] - num_before + after.of_tile(options.shared) - 1
-    count = worker_of(last, lax.div(num_units, workers), lax.rem(num_units, workers)) + 1 - worker
-    return jnp.where((num_before > 0) & (num_before <= units[1] - units[0]), count, 0)

@@ -15,33 +15,46 @@ from jaxserve.pallas_kernels.paged_attention.decode_work import (
     Options,
     Unit,
     Work,
-    split_over,
+    block_range,
+    workers_of_begun_tile,
+    workers_of_tile,
 )
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, LEAST, LOG2_E, zeros
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
 ROW_ELEMENTS = 256  # of the rows that a CUDA block takes: as much as the widest head_dim
 MAX_AHEAD = 72  # rows of parts that are loaded at once and fit the registers
 
 
 def merge_parts(
-    out: Array, lse: Array, parts: Array, part_lse: Array, work: Work, options: Options, interpret: bool
+    out: Array,
+    lse: Array,
+    parts: Array,
+    part_lse: Array,
+    batch: AttentionBatch,
+    work: Work,
+    options: Options,
+    interpret: bool,
 ) -> tuple[Array, Array]:
     """The outputs and the logarithms of their denominators, those of the split tiles written into them, in place."""
     (B, num_tiles, rows, H), workers = out.shape, options.tiling.workers
     count = ROW_ELEMENTS // H
+    by_tile = B * num_tiles < workers
     chunk = min(MAX_AHEAD // count, workers // (B * num_tiles) + 2)  # all parts of a tile if tiles are equally long
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
-        functools.partial(_merge_kernel, options=options, chunk=chunk),
+        functools.partial(_merge_kernel, options=options, chunk=chunk, by_tile=by_tile),
         out_type=(),
-        grid=(workers - 1, rows // count),
-        grid_names=("worker", "rows"),
+        grid=(B * num_tiles if by_tile else workers - 1, rows // count),
+        grid_names=("tile", "rows"),
         kernel_name="paged_attention_merge",
         interpret=INTERPRETER if interpret else None,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(
         parts,
         part_lse,
+        batch.kv_lens,
+        work.ends,
         work.start,
         work.begin.sequence,
         work.begin.head,
@@ -58,6 +71,8 @@ def merge_parts(
 def _merge_kernel(
     parts_gmem,  # [PARTS * workers, rows, H]
     part_lse_gmem,  # f32 [PARTS * workers, rows]
+    lens_gmem,  # i32 [B]
+    ends_gmem,  # i32 [B]
     start_gmem,  # i32 [workers + 1]
     sequence_gmem,  # i32 [workers], as the next five: Work.begin
     head_gmem,
@@ -70,19 +85,30 @@ def _merge_kernel(
     *,
     options: Options,
     chunk: int,
+    by_tile: bool,
 ):
-    """Adds the parts of some rows of the tile that this worker begins and does not complete, if there is one."""
-    worker = lax.axis_index("worker")
-    fields = (sequence_gmem, head_gmem, at_gmem, kv_len_gmem, first_gmem, last_gmem)
-    sequence, head, at, kv_len, first, last = (field[worker + 1] for field in fields)
-    after = Unit(sequence=sequence, head=head, at=at, kv_len=kv_len, first=first, last=last)
-    units = (start_gmem[worker], start_gmem[worker + 1])
-    num_parts = split_over(worker, units, after, start_gmem[options.tiling.workers], options)
+    """Adds the parts of some rows of one tile, if it is split.
 
-    @pl.when(num_parts > 0)
+    One of few tiles is looked up by its index. Of many, it is the one in which the next worker than this one begins.
+    """
+    num_tiles, num_units = out_gmem.shape[1], start_gmem[options.tiling.workers]
+    index = lax.axis_index("tile")
+    if by_tile:
+        sequence, tile = lax.div(index, num_tiles), lax.rem(index, num_tiles)
+        window, block = options.scoring.sliding_window, options.tiling.block
+        first, last = block_range(lens_gmem[sequence], options.q_len, window, block)
+        worker, num_parts = workers_of_tile(ends_gmem[sequence], tile, last - first, num_tiles, num_units, options)
+    else:
+        fields = (sequence_gmem, head_gmem, at_gmem, kv_len_gmem, first_gmem, last_gmem)
+        sequence, head, at, kv_len, first, last = (field[index + 1] for field in fields)
+        after = Unit(sequence=sequence, head=head, at=at, kv_len=kv_len, first=first, last=last)
+        worker, tile = index, lax.div(head, options.shared)
+        num_parts = workers_of_begun_tile(worker, start_gmem[index + 1], after, num_units, options)
+
+    @pl.when(num_parts > 1)
     def _():
-        tile = (sequence, lax.div(head, options.shared))
-        _merge(parts_gmem, part_lse_gmem, worker, num_parts, out_gmem.at[tile], lse_gmem.at[tile], chunk)
+        at = (sequence, tile)
+        _merge(parts_gmem, part_lse_gmem, worker, num_parts, out_gmem.at[at], lse_gmem.at[at], chunk)
 
 
 def _merge(parts_gmem, part_lse_gmem, worker: Array, num_parts: Array, out_gmem, lse_gmem, chunk: int) -> None:

@@ -80,28 +80,37 @@ def test_decode_workers_share_all_units_equally(num_heads, q_len, window, length
         found = [list(walk(work, w, kv_lens, num_heads, q_len, window)) for w in range(TILING.workers)]
         expected = all_units(kv_lens, num_heads, q_len, window)
         assert [*itertools.chain(*found)] == expected
-        assert work.start[-1] == len(expected)
+        ends = np.cumsum([num_heads * len(visible_blocks(n, q_len, window)) for n in kv_lens])
+        np.testing.assert_array_equal(work.ends, ends)
+        assert work.start[-1] == ends[-1]
         for shared in (1, num_heads):
-            check_split_tiles(work, found, q_len, shared)
+            check_split_tiles(work, found, num_heads, q_len, shared)
         check_what_a_worker_knows_of_its_first_unit(work, kv_lens, q_len, window)
 
 
-def check_split_tiles(work: decode.Work, found, q_len: int, shared: int) -> None:
-    """Every tile that is split is known to the worker that begins it, with how many take part, and no other is."""
+def check_split_tiles(work: decode.Work, found, num_heads: int, q_len: int, shared: int) -> None:
+    """Who has some of a tile can be looked up by the tile and, if it is split, by the worker that begins it."""
     scoring = Scoring(scale=1.0, sliding_window=None, soft_cap=None)
     options = decode.Options(q_len=q_len, group=1, shared=shared, as_they_are=False, scoring=scoring, tiling=TILING)
-    workers: dict[tuple[int, int], list[int]] = {}
+    expected: dict[tuple[int, int], list[int]] = {}
     for worker, units in enumerate(found):
         for tile in dict.fromkeys((sequence, head // shared) for sequence, head, _ in units):
-            workers.setdefault(tile, []).append(worker)
-    split = {tile: those for tile, those in workers.items() if len(those) > 1}
-    worker = jnp.arange(TILING.workers - 1)
+            expected.setdefault(tile, []).append(worker)
+    num_tiles, num_units = num_heads // shared, work.start[-1]
+
+    sequences, tiles = (jnp.asarray(x) for x in zip(*expected, strict=True))
+    num_blocks = (np.diff(work.ends, prepend=0) // num_heads)[sequences]
+    firsts, counts = decode.workers_of_tile(work.ends[sequences], tiles, num_blocks, num_tiles, num_units, options)
+    assert [[*range(w, w + n)] for w, n in zip(firsts, counts, strict=True)] == [*expected.values()]
+
+    workers = jnp.arange(TILING.workers - 1)
     after = jax.tree.map(lambda field: field[1:], work.begin)
-    units = (work.start[:-2], work.start[1:-1])
-    counts = np.asarray(decode.split_over(worker, units, after, work.start[-1], options))
-    beginners = np.flatnonzero(counts)
-    tiles = zip(after.sequence[beginners], after.head[beginners] // shared, strict=True)
-    assert {tile: [*range(w, w + counts[w])] for w, tile in zip(beginners, tiles, strict=True)} == split
+    counts = np.asarray(decode.workers_of_begun_tile(workers, work.start[1:-1], after, num_units, options))
+    found_tiles = {
+        (after.sequence[w], after.head[w] // shared): [*range(w, w + counts[w])] for w in np.flatnonzero(counts)
+    }
+    assert np.count_nonzero(counts) == len(found_tiles)
+    assert found_tiles == {tile: those for tile, those in expected.items() if len(those) > 1}
 
 
 def check_what_a_worker_knows_of_its_first_unit(work: decode.Work, kv_lens, q_len: int, window: int | None) -> None:
