@@ -74,10 +74,11 @@ class Work:
 
 
 def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, tiling: Tiling) -> Work:
-    """Equal runs of units for all workers."""
+    """Equal runs of units for all workers. Empty sequences at the end, which are padding, have no units."""
     kv_lens, K = batch.kv_lens, num_kv_heads
     first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
-    size = last - first
+    row = jnp.arange(kv_lens.shape[0])
+    size = jnp.where(row <= jnp.max(jnp.where(kv_lens > 0, row, -1)), last - first, 0)
     ends = K * jnp.cumsum(size, dtype=jnp.int32)
     share, rest = lax.div(ends[-1], tiling.workers), lax.rem(ends[-1], tiling.workers)
     start = _first_unit(jnp.arange(tiling.workers + 1, dtype=jnp.int32), share, rest)
@@ -86,8 +87,8 @@ def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, t
     offset = start[:-1] - (ends - K * size)[sequence]
     begin = Unit(
         sequence=sequence,
-        head=lax.div(offset, size[sequence]),
-        at=first[sequence] + lax.rem(offset, size[sequence]),
+        head=lax.div(offset, (last - first)[sequence]),
+        at=first[sequence] + lax.rem(offset, (last - first)[sequence]),
         kv_len=kv_lens[sequence],
         first=first[sequence],
         last=last[sequence],

@@ -1,4 +1,7 @@
-"""Adds up the parts of the tiles that decode attention has split: the second kernel of `mosaic_gpu_decode`."""
+"""Adds up the parts of the tiles that decode attention has split, and clears the outputs of empty sequences.
+
+The second kernel of `mosaic_gpu_decode`.
+"""
 
 import functools
 
@@ -36,7 +39,7 @@ def merge_parts(
     options: Options,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """The outputs and the logarithms of their denominators, those of the split tiles written into them, in place."""
+    """The outputs and the logarithms of their denominators, with those that the first kernel left out, in place."""
     (B, num_tiles, rows, H), workers = out.shape, options.tiling.workers
     count = ROW_ELEMENTS // H
     by_tile = B * num_tiles < workers
@@ -87,16 +90,21 @@ def _merge_kernel(
     chunk: int,
     by_tile: bool,
 ):
-    """Adds the parts of some rows of one tile, if it is split.
+    """Clears some rows of each tile of an empty sequence, and adds the parts of some rows of one tile, if it is split.
 
     One of few tiles is looked up by its index. Of many, it is the one in which the next worker than this one begins.
     """
-    num_tiles, num_units = out_gmem.shape[1], start_gmem[options.tiling.workers]
-    index = lax.axis_index("tile")
+    (B, num_tiles), num_units = out_gmem.shape[:2], start_gmem[options.tiling.workers]
+    index, num_blocks = lax.axis_index("tile"), B * num_tiles if by_tile else options.tiling.workers - 1
+    for other in range(0, B * num_tiles, num_blocks):
+        number = jnp.minimum(index + other, B * num_tiles - 1)
+        _clear_if_empty(lens_gmem, lax.div(number, num_tiles), lax.rem(number, num_tiles), out_gmem, lse_gmem)
+
     if by_tile:
         sequence, tile = lax.div(index, num_tiles), lax.rem(index, num_tiles)
         window, block = options.scoring.sliding_window, options.tiling.block
-        first, last = block_range(lens_gmem[sequence], options.q_len, window, block)
+        kv_len = lens_gmem[sequence]
+        first, last = block_range(kv_len, options.q_len, window, block)
         worker, num_parts = workers_of_tile(ends_gmem[sequence], tile, last - first, num_tiles, num_units, options)
     else:
         fields = (sequence_gmem, head_gmem, at_gmem, kv_len_gmem, first_gmem, last_gmem)
@@ -105,10 +113,23 @@ def _merge_kernel(
         worker, tile = index, lax.div(head, options.shared)
         num_parts = workers_of_begun_tile(worker, start_gmem[index + 1], after, num_units, options)
 
-    @pl.when(num_parts > 1)
+    @pl.when((num_parts > 1) & (kv_len > 0))
     def _():
         at = (sequence, tile)
         _merge(parts_gmem, part_lse_gmem, worker, num_parts, out_gmem.at[at], lse_gmem.at[at], chunk)
+
+
+def _clear_if_empty(lens_gmem, sequence: Array, tile: Array, out_gmem, lse_gmem) -> None:
+    H = out_gmem.shape[3]
+    count = ROW_ELEMENTS // H
+    first_row = lax.axis_index("rows") * count
+
+    @pl.when(lens_gmem[sequence] == 0)
+    def _():
+        layout = plgpu.Layout.WG_STRIDED((count, H), vec_size=2)
+        out_gmem[sequence, tile, pl.ds(first_row, count)] = zeros((count, H), layout).astype(out_gmem.dtype)
+        for row in range(count):
+            lse_gmem[sequence, tile, first_row + row] = jnp.float32(-jnp.inf)
 
 
 def _merge(parts_gmem, part_lse_gmem, worker: Array, num_parts: Array, out_gmem, lse_gmem, chunk: int) -> None:

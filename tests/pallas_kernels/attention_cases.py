@@ -60,6 +60,7 @@ CASES = (
     Case(name="decode_eight_tokens_of_eight_heads", kv_lens=(150, 8, 0, 5), max_q_len=8, heads=(16, 2, 128)),
     Case(name="decode_three_tokens_of_seven_heads", kv_lens=(70, 3), max_q_len=3, heads=(14, 2, 64)),
     Case(name="decode_tiles_of_five_and_two_parts", kv_lens=(1, 1100, 2, 300, 1), heads=(8, 2, 64), page_size=64),
+    Case(name="decode_mostly_padding", kv_lens=(700,) + (0,) * 15, heads=(8, 2, 64), page_size=64),
     Case(name="decode_three_heads_of_128", kv_lens=(70, 130), heads=(6, 2, 128)),
     Case(name="prefill_rows_in_place", kv_lens=(300,), q_lens=(128,), rows=128, heads=(4, 2, 64)),
     Case(name="prefill_rows_in_place_padded", kv_lens=(100,), q_lens=(100,), rows=128, heads=(4, 2, 64)),
