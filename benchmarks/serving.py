@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._report import Row, report
+from benchmarks.tpot import VOCAB_SIZE, engine
 from jaxserve import LLM, SamplingParams
 from jaxserve.cli.bench.metrics import percentile, samples_ms
 from jaxserve.cli.bench.serve import TimedRequest, drive
 from jaxserve.cli.bench.workload import arrival_times
 from jaxserve.sampling_params import RequestOutputKind
 
-MODEL, VOCAB_SIZE, SEEDS = "llama-3.1-8b", 128_000, (0, 1, 2)
+SEEDS = (0, 1, 2)
 OFFLINE_PEER = 32_774
 
 
@@ -50,21 +51,6 @@ ONLINE = (
 )
 
 
-def engine(budget: int, **options: bool) -> LLM:
-    return LLM(
-        MODEL,
-        load_format="dummy",
-        dtype="bfloat16",
-        max_model_len=8192,
-        max_num_seqs=256,
-        max_num_batched_tokens=budget,
-        device_memory_utilization=0.85,
-        enable_prefix_caching=False,
-        warm_up="blocking",
-        **options,
-    )
-
-
 def sampling(num_tokens: int) -> SamplingParams:
     return SamplingParams(
         temperature=0.0,
@@ -83,7 +69,7 @@ def prompts(num: int, low: int, high: int, rng: np.random.Generator) -> list[lis
 def offline() -> list[Row]:
     rng = np.random.default_rng(0)
     batch = prompts(512, 256, 1536, rng)
-    with engine(8192) as llm:
+    with engine(warm_up="blocking") as llm:
         times = []
         for _ in range(2):
             began = time.perf_counter()
@@ -123,7 +109,7 @@ def online_rows(llm: LLM, case: Online) -> list[Row]:
 def online() -> list[Row]:
     rows = []
     for budget in sorted({case.budget for case in ONLINE}):
-        with engine(budget, prioritize_prefill=False) as llm:
+        with engine(budget, prioritize_prefill=False, warm_up="blocking") as llm:
             llm.generate(prompts(8, 2048, 6145, np.random.default_rng(9)), sampling(16), use_tqdm=False)
             for case in ONLINE:
                 if case.budget == budget:

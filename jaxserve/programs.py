@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,12 @@ class Compiler:
     """Background threads shared by all program tables.
 
     They end with the compiler, by `close()`, garbage collection or at exit: the interpreter must not end in a compile.
+    Each is inside `context()` from its first job until none is left.
     """
 
-    def __init__(self, num_threads: int):
+    def __init__(self, num_threads: int, context: Callable[[], AbstractContextManager] = contextlib.nullcontext):
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        threads = [threading.Thread(target=_work, args=(self._jobs,), daemon=True) for _ in range(num_threads)]
+        threads = [threading.Thread(target=_work, args=(self._jobs, context), daemon=True) for _ in range(num_threads)]
         for thread in threads:
             thread.start()
         self.close = weakref.finalize(self, _end, self._jobs, threads)
@@ -56,18 +58,24 @@ def _end(jobs: queue.SimpleQueue, threads: list[threading.Thread]) -> None:
         thread.join()
 
 
-def _work(jobs: queue.SimpleQueue) -> None:
+def _work(jobs: queue.SimpleQueue, context: Callable[[], AbstractContextManager]) -> None:
     while True:
         job, future = jobs.get()
-        if job is None:
+        with context(), contextlib.suppress(queue.Empty):
+            while job is not None:
+                _do(job, future)
+                del job, future  # a waiting thread must not keep the programs' owner alive
+                job, future = jobs.get_nowait()
             return
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(job())
-        except BaseException as error:  # handed to whoever waits; where nobody does, the log has it
-            logger.warning("a background compile failed", exc_info=error)
-            future.set_exception(error)
-        del job, future  # a waiting thread must not keep the programs' owner alive
+
+
+def _do(job: Callable[[], object], future: Future) -> None:
+    future.set_running_or_notify_cancel()
+    try:
+        future.set_result(job())
+    except BaseException as error:  # handed to whoever waits; where nobody does, the log has it
+        logger.warning("a background compile failed", exc_info=error)
+        future.set_exception(error)
 
 
 class Programs[K: Key]:

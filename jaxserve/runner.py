@@ -19,7 +19,7 @@ from jax import Array
 
 from jaxserve.config import RunnerConfig, prefill_seqs
 from jaxserve.core_types import CoreRequest
-from jaxserve.executables import compiled
+from jaxserve.executables import aside, compiled
 from jaxserve.layers.kv_cache import init_kv_cache
 from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
@@ -62,7 +62,7 @@ class Runner:
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
         self.shapes = default_shapes(config)
-        self._compiler = Compiler(num_compile_threads)
+        self._compiler = Compiler(num_compile_threads, context=aside)
         self._abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             (self._params, self._head, self.kv, self._sequences, self._sampling),

@@ -134,7 +134,7 @@ def test_serve_reports_the_fields_of_vllm(run, tmp_path):
     assert {
         f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")
     } <= set(result)
-    assert llm.options == {"model": "m", "warm_up": "blocking"}
+    assert llm.options == {"model": "m", "warm_up": "blocking", "prioritize_prefill": False}
 
 
 def test_serve_prints_a_table_for_people_and_draws(run, tmp_path):
