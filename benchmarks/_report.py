@@ -32,8 +32,8 @@ class Row:
     @property
     def met(self) -> bool:
         if self.ratio is not None:
-            return self.ratio >= self.target
-        return self.value <= self.target if self.lower_is_better else self.value >= self.target
+            return bool(self.ratio >= self.target)
+        return bool(self.value <= self.target if self.lower_is_better else self.value >= self.target)
 
     def as_dict(self) -> dict[str, object]:
         names = ("name", "value", "unit", "peer", "ratio", "target", "met", "stretch")

@@ -6,8 +6,9 @@
     paged_decode_ragged         GB/s at 64 lengths of 128 to 131,072; the peer is a uniform batch of as many tokens
     paged_prefill_T_of_C        TFLOP/s of a causal chunk of T tokens that ends a context of C
 
-Both sides plan once and are timed over calls in a row. FlashInfer needs torch with CUDA, nvcc, and the wheels
-flashinfer-python 0.6.12 and apache-tvm-ffi 0.1.9; without it, FlashAttention-3's figures stand in and say so.
+Both sides plan once, and run as engines run them: calls in a row that the host launches as one, here in one XLA
+program, there in one CUDA graph. FlashInfer needs torch with CUDA, nvcc, and the wheels flashinfer-python 0.6.12 and
+apache-tvm-ffi 0.1.9; without it, FlashAttention-3's figures stand in and say so.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=.4 python -m benchmarks.paged_attention [--save DIR]
 """
@@ -57,21 +58,25 @@ def attention_s(q: Array, kv: KVCache, batch: AttentionBatch, *, calls: int) -> 
     options = {"scale": q.shape[-1] ** -0.5, "implementation": "mosaic_gpu"}
     plan = functools.partial(prepare, num_rows=q.shape[0], sliding_window=None, implementation="mosaic_gpu")
     batch = jax.jit(plan)(batch, kv)
-    attend = jax.jit(functools.partial(paged_attention, **options)).lower(q, kv, jnp.int32(0), batch).compile()
+    attend = jax.jit(functools.partial(paged_attention, **options))
+
+    @jax.jit
+    def run(q: Array, kv: KVCache, layer: Array, batch: AttentionBatch) -> Array:
+        return jax.lax.fori_loop(0, calls, lambda _, q: attend(q, kv, layer, batch), q, unroll=5)  # outputs are queries
+
     layer = jnp.int32(0)
-    return timed(lambda: attend(q, kv, layer, batch), jax.block_until_ready, calls)
+    return timed(lambda: run(q, kv, layer, batch), jax.block_until_ready) / calls
 
 
-def timed(call: Callable, wait: Callable, calls: int) -> float:
-    """Median over rounds of calls that are queued up, so that only the device's time counts."""
-    wait(call())
+def timed(launch: Callable, wait: Callable) -> float:
+    """Median seconds of what one launch starts, over launches that are queued up."""
+    wait(launch())
     times = []
     for _ in range(7):
         began = time.perf_counter()
-        for _ in range(calls - 1):
-            call()
-        wait(call())
-        times.append((time.perf_counter() - began) / calls)
+        launch()
+        wait(launch())
+        times.append((time.perf_counter() - began) / 2)
     return statistics.median(times)
 
 
@@ -97,7 +102,12 @@ def flashinfer_s(shape: shapes.Decode) -> float:
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     decode.plan(starts, table, last, shape.num_heads, shape.num_kv_heads, H, shape.page_size, **dtypes)
     q = torch.randn(shape.batch, shape.num_heads, H, device="cuda", dtype=torch.bfloat16)
-    return timed(lambda: decode.run(q, kv), lambda _: torch.cuda.synchronize(), 20)
+    decode.run(q, kv)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            decode.run(q, kv)
+    return timed(graph.replay, lambda _: torch.cuda.synchronize()) / 20
 
 
 def decode_row(shape: shapes.Decode) -> Row:

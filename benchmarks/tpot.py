@@ -4,6 +4,7 @@
                        prefill of a large batch is staggered inside it, as it is in the peer's figure
     tpot_BxC_decode    the same from 64 steps that only decode
     prefill_64x1024    tokens a second of the call that makes one token each
+    tpot_card_*        what this card reads and multiplies, beside the one that the peer's figures are of: cards differ
     start_8b           `LLM(...)` to ready, with every default program compiled or found in the compile cache; the peer
                        is vLLM's start with CUDA graphs
 
@@ -16,10 +17,14 @@ greedy, ignore_eos, no detokenising, in-process step loop, max_num_seqs 256, tok
 import argparse
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from benchmarks._report import Row, report
 from jaxserve import LLM, SamplingParams
@@ -110,18 +115,39 @@ def row(name: str, seconds: float, case: Case) -> Row:
 
 def measure(llm: LLM, case: Case) -> list[Row]:
     name = f"tpot_{case.batch}x{case.context}"
-    rounds = range(2 if case.batch * case.context <= 2**16 else 1)  # the longer ones are steady
-    one = min(generate_s(llm, case, 1) for _ in rounds)
-    many = min(generate_s(llm, case, NUM_STEPS + 1) for _ in rounds)
+    one = min(generate_s(llm, case, 1) for _ in range(2))
+    many = min(generate_s(llm, case, NUM_STEPS + 1) for _ in range(2))
     rows = [
         row(name, (many - one) / NUM_STEPS, case),
-        row(f"{name}_decode", min(decode_s(llm, case) for _ in rounds), case),
+        row(f"{name}_decode", min(decode_s(llm, case) for _ in range(2)), case),
     ]
     if (case.batch, case.context) == (64, 1024):
         rate = case.batch * case.context / one
         prefill = {"unit": "tok/s", "peer": PREFILL_PEER, "target": 1.0, "stretch": PREFILL_STRETCH / PREFILL_PEER}
         rows.append(Row(name="prefill_64x1024", value=rate, **prefill))
     return rows
+
+
+def card_rows() -> list[Row]:
+    """A sweep that reads 4.3 GB, and a bfloat16 matmul of 8192^3 with random values, which power limits."""
+    x = jnp.ones((2048, 2**20), jnp.bfloat16)
+    read_s = device_s(jax.jit(lambda x: x.astype(jnp.float32).sum()), x)
+    w = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
+    matmul_s = device_s(jax.jit(lambda w: w @ w), w)
+    return [
+        Row(name="tpot_card_read", value=x.nbytes / read_s / 1e12, unit="TB/s", peer=4.11, target=1.0),
+        Row(name="tpot_card_matmul", value=2 * 8192**3 / matmul_s / 1e12, unit="TFLOP/s", peer=715, target=1.0),
+    ]
+
+
+def device_s(function: Callable[[Array], Array], x: Array) -> float:
+    """Seconds of one call of twenty in a row."""
+    function(x).block_until_ready()
+    began = time.perf_counter()
+    for _ in range(19):
+        function(x)
+    function(x).block_until_ready()
+    return (time.perf_counter() - began) / 20
 
 
 def main() -> None:
@@ -131,13 +157,14 @@ def main() -> None:
     parser.add_argument("--cache", default=None, help="compile cache; an empty folder measures a cold start")
     parser.add_argument("--save", type=Path, help="folder for the rows as tpot.jsonl")
     options = parser.parse_args()
+    card = card_rows()
     began = time.perf_counter()
     cache = {} if options.cache is None else {"compilation_cache_dir": options.cache}
     llm = engine(warm_up=options.warm_up, **cache)
     started = time.perf_counter() - began
     print({name: round(value, 2) for name, value in llm.get_metrics().items() if "start_" in name}, flush=True)
     ratios = {"target": START_PEER_S / START_MUST_S, "stretch": START_PEER_S / START_STRETCH_S}
-    rows = [Row(name="start_8b", value=started, unit="s", peer=START_PEER_S, lower_is_better=True, **ratios)]
+    rows = [*card, Row(name="start_8b", value=started, unit="s", peer=START_PEER_S, lower_is_better=True, **ratios)]
     with llm:
         for case in CASES:
             if not options.only or f"{case.batch}x{case.context}" in options.only:

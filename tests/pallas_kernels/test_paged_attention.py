@@ -49,6 +49,13 @@ def mosaic(*values, fast: bool, name: str):
 
 
 @pytest.fixture(autouse=True)
+def whole_float32():
+    """A GPU multiplies float32 in fewer bits unless it is told otherwise."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def few_multiprocessors(monkeypatch):
     """Three interpreted multiprocessors: sequences are split over workers, and a worker has several tiles."""
     if not ON_GPU:
