@@ -79,10 +79,10 @@ class SchedulerOptions:
     max_num_queued_tokens: int | None = None
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
-    prioritize_prefill: bool | None = None  # None = in `LLM` and batch jobs, where only the end counts
+    prioritize_prefill: bool = False  # `LLM`, and with it batch jobs: True, since only the end counts there
 
     def __post_init__(self) -> None:
-        _one_of("prioritize_prefill", self.prioritize_prefill, (None, False, True))
+        _flag("prioritize_prefill", self.prioritize_prefill)
         _at_least("max_num_seqs", self.max_num_seqs, 1, 2**14)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
@@ -204,7 +204,7 @@ def resolve(
         max_num_queued_tokens=options.max_num_queued_tokens,
         reserve_full_isl=options.scheduler_reserve_full_isl,
         watermark=options.watermark,
-        prioritize_prefill=bool(options.prioritize_prefill),
+        prioritize_prefill=options.prioritize_prefill,
         padded_decode_rows=tuple(padded),
     )
     wanted = config.model.max_logprobs

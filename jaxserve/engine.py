@@ -1,5 +1,6 @@
 """The engine of one process: the text around an `EngineCore`, and the load of its model."""
 
+import logging
 import os
 import pathlib
 import time
@@ -18,6 +19,8 @@ from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -161,7 +164,11 @@ def use_compilation_cache(directory: str | None) -> None:
     if directory is None or jax.config.jax_compilation_cache_dir:
         return
     path = pathlib.Path(directory).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("no compilation cache: %s cannot be made: %s", path, error)
+        return
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

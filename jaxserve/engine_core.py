@@ -62,10 +62,14 @@ class EngineCore:
         pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
         scheduler = Scheduler(scheduler_config, pool, enable_prefix_caching=config.cache.enable_prefix_caching)
         blocks = config.runtime.warm_up == "blocking"
-        threads = min(8, os.cpu_count() or 1) if blocks else 1  # beside running steps one thread has to do
+        threads = min(8, num_cpus()) if blocks else 1  # beside running steps one thread has to do
         runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
         if config.runtime.warm_up != "off":
-            runner.warm_up(block=blocks)
+            try:
+                runner.warm_up(block=blocks)
+            except BaseException:  # Ctrl-C, say: what is left of the warm-up must not go on
+                runner.close()
+                raise
         return cls(
             scheduler,
             runner,
@@ -302,3 +306,8 @@ class EngineCore:
             first_scheduled_time=request.first_scheduled_time,
             num_preemptions=request.num_preemptions,
         )
+
+
+def num_cpus() -> int:
+    """Of those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,6 +6,7 @@ after warm-up is a defect and is counted and logged.
 """
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +33,18 @@ class Compiler:
     """Background threads shared by all program tables.
 
     They end with the compiler, by `close()`, garbage collection or at exit: the interpreter must not end in a compile.
-    Each is inside `context()` from its first job until none is left.
+    A job is called with what `context` yields, which may not fail; each thread is inside it from its first job until
+    none is left.
     """
 
-    def __init__(self, num_threads: int, context: Callable[[], AbstractContextManager] = contextlib.nullcontext):
+    def __init__(self, num_threads: int, context: Callable[[], AbstractContextManager]):
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         threads = [threading.Thread(target=_work, args=(self._jobs, context), daemon=True) for _ in range(num_threads)]
         for thread in threads:
             thread.start()
         self.close = weakref.finalize(self, _end, self._jobs, threads)
 
-    def submit(self, job: Callable[[], object]) -> Future:
+    def submit(self, job: Callable[[Any], object]) -> Future:
         future: Future = Future()
         self._jobs.put((job, future))
         return future
@@ -61,28 +63,34 @@ def _end(jobs: queue.SimpleQueue, threads: list[threading.Thread]) -> None:
 def _work(jobs: queue.SimpleQueue, context: Callable[[], AbstractContextManager]) -> None:
     while True:
         job, future = jobs.get()
-        with context(), contextlib.suppress(queue.Empty):
+        if job is None:
+            return
+        with context() as tool, contextlib.suppress(queue.Empty):
             while job is not None:
-                _do(job, future)
+                _do(job, tool, future)
                 del job, future  # a waiting thread must not keep the programs' owner alive
                 job, future = jobs.get_nowait()
             return
 
 
-def _do(job: Callable[[], object], future: Future) -> None:
+def _do(job: Callable[[Any], object], tool: Any, future: Future) -> None:
     future.set_running_or_notify_cancel()
     try:
-        future.set_result(job())
+        future.set_result(job(tool))
     except BaseException as error:  # handed to whoever waits; where nobody does, the log has it
         logger.warning("a background compile failed", exc_info=error)
         future.set_exception(error)
 
 
 class Programs[K: Key]:
-    """The programs of one function."""
+    """The programs of one function.
 
-    def __init__(self, name: str, build: Callable[[K], Callable], compiler: Compiler):
-        self._name, self._build, self._compiler = name, build, compiler
+    Args:
+        build: makes the program of a key with a way to compile: `compiled`, or what the compiler's context yields.
+    """
+
+    def __init__(self, name: str, build: Callable[[K, Any], Callable], compiler: Compiler, compiled: Any):
+        self._name, self._build, self._compiler, self._compiled = name, build, compiler, compiled
         self._ready: dict[K, Callable] = {}
         self._pending: dict[K, Future] = {}
         self.warm = False
@@ -104,7 +112,7 @@ class Programs[K: Key]:
         futures = []
         for key in keys:
             if key not in self._pending:
-                self._pending[key] = self._compiler.submit(lambda key=key: self._compile(key))
+                self._pending[key] = self._compiler.submit(functools.partial(self._compile, key))
             futures.append(self._pending[key])
         return futures
 
@@ -113,17 +121,17 @@ class Programs[K: Key]:
         if key in self._pending and self._pending[key].running():
             self._pending[key].result()
         else:
-            self._compile(key)  # here and now: no queue to wait in
+            self._compile(key, self._compiled)  # here and now: no queue to wait in
         if self.warm:
             self.num_stalls += 1
             logger.warning("a step waited %.2f s for %s %s after warm-up", time.monotonic() - start, self._name, key)
         return self._ready[key]
 
-    def _compile(self, key: K) -> None:
+    def _compile(self, key: K, compiled: Any) -> None:
         if key in self._ready:  # a step could not wait for its turn in the warm-up
             return
         start = time.monotonic()
-        self._ready[key] = self._build(key)
+        self._ready[key] = self._build(key, compiled)
         elapsed = time.monotonic() - start
         self.compile_s += elapsed
         logger.debug("%s %s ready after %.2f s", self._name, key, elapsed)

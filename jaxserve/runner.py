@@ -8,18 +8,21 @@ program, so the device runs steps in the order of their dispatch and never copie
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxserve import compile_process
 from jaxserve.config import RunnerConfig, prefill_seqs
 from jaxserve.core_types import CoreRequest
-from jaxserve.executables import aside, compiled
+from jaxserve.executables import compiled
 from jaxserve.layers.kv_cache import init_kv_cache
 from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
@@ -62,18 +65,19 @@ class Runner:
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
         self.shapes = default_shapes(config)
-        self._compiler = Compiler(num_compile_threads, context=aside)
+        self._compiler = Compiler(num_compile_threads, compile_process.compiler)
         self._abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             (self._params, self._head, self.kv, self._sequences, self._sampling),
         )
-        self._forward = Programs("forward", self._build_forward, self._compiler)
-        self._sample = Programs("sample", self._build_sample, self._compiler)
-        self._score = Programs("score", self._build_score, self._compiler)
-        self._update_tables = Programs("update_tables", self._build_update_tables, self._compiler)
-        self._start_slots = Programs("start_slots", self._build_start_slots, self._compiler)
-        self._start_edits = Programs("start_edits", self._build_start_edits, self._compiler)
-        self._update_masks = Programs("update_masks", self._build_update_masks, self._compiler)
+        programs = functools.partial(Programs, compiler=self._compiler, compiled=compiled)
+        self._forward = programs("forward", self._build_forward)
+        self._sample = programs("sample", self._build_sample)
+        self._score = programs("score", self._build_score)
+        self._update_tables = programs("update_tables", self._build_update_tables)
+        self._start_slots = programs("start_slots", self._build_start_slots)
+        self._start_edits = programs("start_edits", self._build_start_edits)
+        self._update_masks = programs("update_masks", self._build_update_masks)
         self._warm_up_jobs: list[concurrent.futures.Future] = []
 
     # Steps
@@ -258,33 +262,33 @@ class Runner:
     def close(self) -> None:
         self._compiler.close()
 
-    def _build_forward(self, shape: StepShape) -> Callable:
+    def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract
         return compiled(forward_step, self._model, params, kv, sequences, int32(shape.num_ints), shape=shape)
 
-    def _build_sample(self, shape: SampleShape) -> Callable:
+    def _build_sample(self, shape: SampleShape, compiled: Any) -> Callable:
         _, head, _, sequences, sampling = self._abstract
         arguments = (head, self._hidden(shape.rows), int32(shape.rows), sequences, sampling)
         return compiled(sample_step, self._model, *arguments, features=shape.features)
 
-    def _build_score(self, rows: "Rows") -> Callable:
+    def _build_score(self, rows: "Rows", compiled: Any) -> Callable:
         arguments = (self._abstract[1], self._hidden(rows.count), int32(rows.count))
         return compiled(score_step, self._model, *arguments, num_logprobs=self.config.max_logprobs)
 
-    def _build_update_tables(self, rows: "Rows") -> Callable:
+    def _build_update_tables(self, rows: "Rows", compiled: Any) -> Callable:
         return compiled(update_tables, self._abstract[3], int32(rows.count, 3))
 
-    def _build_start_slots(self, rows: "Rows") -> Callable:
+    def _build_start_slots(self, rows: "Rows", compiled: Any) -> Callable:
         *_, sequences, sampling = self._abstract
         floats = jax.ShapeDtypeStruct((rows.count, 6), jnp.float32)
         return compiled(start_slots, sequences, sampling, int32(rows.count, 5 + MAX_STOP_IDS), floats)
 
-    def _build_start_edits(self, _: "Rows") -> Callable:
+    def _build_start_edits(self, _: "Rows", compiled: Any) -> Callable:
         sampling = self._abstract[4]
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sampling.edits)
         return compiled(start_edits, sampling, int32(), row)
 
-    def _build_update_masks(self, rows: "Rows") -> Callable:
+    def _build_update_masks(self, rows: "Rows", compiled: Any) -> Callable:
         sampling = self._abstract[4]
         masks = jax.ShapeDtypeStruct((rows.count, sampling.edits.allowed.shape[1]), jnp.uint32)
         return compiled(update_masks, sampling, int32(rows.count), masks)

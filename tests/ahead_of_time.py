@@ -196,7 +196,7 @@ def operations(hlo: str) -> dict:
         "kernels": collections.Counter(calls),
         "cumulative_sums": hlo.count(" reduce-window("),
         "sorts": hlo.count(" sort("),
-        "copies": hlo.count(" copy("),
+        "copies": len(re.findall(r" copy(-start)?\(", hlo)),
     }
 
 

@@ -27,6 +27,7 @@ from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
 ROW_ELEMENTS = 256  # of the rows that a CUDA block takes: as much as the widest head_dim
 MAX_AHEAD = 72  # rows of parts that are loaded at once and fit the registers
+CLEARED = 4  # tiles whose sequences' lengths are loaded at once
 
 
 def merge_parts(
@@ -96,10 +97,15 @@ def _merge_kernel(
     """
     (B, num_tiles), num_units = out_gmem.shape[:2], start_gmem[options.tiling.workers]
     index, num_blocks = lax.axis_index("tile"), B * num_tiles if by_tile else options.tiling.workers - 1
-    for other in range(0, B * num_tiles, num_blocks):
-        number = jnp.minimum(index + other, B * num_tiles - 1)
-        _clear_if_empty(lens_gmem, lax.div(number, num_tiles), lax.rem(number, num_tiles), out_gmem, lse_gmem)
 
+    def clear(i: Array, _) -> None:
+        for j in range(CLEARED):
+            number = index + (CLEARED * i + j) * num_blocks
+            sequence = jnp.minimum(lax.div(number, num_tiles), B - 1)
+            empty = (lens_gmem[sequence] == 0) & (number < B * num_tiles)
+            pl.when(empty)(functools.partial(_clear, sequence, lax.rem(number, num_tiles), out_gmem, lse_gmem))
+
+    lax.fori_loop(0, -(-B * num_tiles // (CLEARED * num_blocks)), clear, None)
     if by_tile:
         sequence, tile = lax.div(index, num_tiles), lax.rem(index, num_tiles)
         window, block = options.scoring.sliding_window, options.tiling.block
@@ -119,17 +125,14 @@ def _merge_kernel(
         _merge(parts_gmem, part_lse_gmem, worker, num_parts, out_gmem.at[at], lse_gmem.at[at], chunk)
 
 
-def _clear_if_empty(lens_gmem, sequence: Array, tile: Array, out_gmem, lse_gmem) -> None:
+def _clear(sequence: Array, tile: Array, out_gmem, lse_gmem) -> None:
     H = out_gmem.shape[3]
     count = ROW_ELEMENTS // H
     first_row = lax.axis_index("rows") * count
-
-    @pl.when(lens_gmem[sequence] == 0)
-    def _():
-        layout = plgpu.Layout.WG_STRIDED((count, H), vec_size=2)
-        out_gmem[sequence, tile, pl.ds(first_row, count)] = zeros((count, H), layout).astype(out_gmem.dtype)
-        for row in range(count):
-            lse_gmem[sequence, tile, first_row + row] = jnp.float32(-jnp.inf)
+    layout = plgpu.Layout.WG_STRIDED((count, H), vec_size=2)
+    out_gmem[sequence, tile, pl.ds(first_row, count)] = zeros((count, H), layout).astype(out_gmem.dtype)
+    for row in range(count):
+        lse_gmem[sequence, tile, first_row + row] = jnp.float32(-jnp.inf)
 
 
 def _merge(parts_gmem, part_lse_gmem, worker: Array, num_parts: Array, out_gmem, lse_gmem, chunk: int) -> None:

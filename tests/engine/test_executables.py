@@ -1,4 +1,7 @@
+import contextlib
 import functools
+import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +10,8 @@ import pytest
 
 from jaxserve import executables
 from jaxserve.executables import load_or_compile
-from jaxserve.layers.kv_cache import KVCache, init_kv_cache
-from jaxserve.layers.sampler import init_sequences
+from jaxserve.layers.kv_cache import KVCache
 from jaxserve.models import get_model
-from jaxserve.step_programs import StepShape, forward_step
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -105,48 +106,46 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     assert "could not be kept" in caplog.text
 
 
-@pytest.fixture
-def other_process(monkeypatch):
-    """What `aside` gives a thread on a GPU."""
-    process = executables._Aside()
-    monkeypatch.setattr(executables._this_thread, "aside", process, raising=False)
-    yield process
-    process.close()
+def test_programs_are_kept_for_accelerators_with_a_cache_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax_config(jax_compilation_cache_dir=str(tmp_path)):
+        assert executables.kept_in() == tmp_path / "steps" / executables._code()
+        with jax_config(jax_enable_compilation_cache=False):
+            assert executables.kept_in() is None
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+        assert executables.kept_in() is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for cache in (None, "gs://bucket/cache"):
+        with jax_config(jax_compilation_cache_dir=cache):
+            assert executables.kept_in() is None
 
 
-def step_arguments():
-    """A model and abstract arguments of `forward_step`."""
-    model = get_model(LLAMA)
-    config = model.config
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def make():
-        kv = init_kv_cache(config, num_pages=4, page_size=8, dtype=jnp.float32)
-        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.abstract_params(jnp.float32))
-        return params, kv, init_sequences(2, 2)
-
-    arrays = make()
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
-    return model, arrays, abstract
+def test_a_package_without_files_keeps_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(executables, "__file__", str(tmp_path / "package.zip" / "executables.py"))
+    assert executables._code.__wrapped__() is None
 
 
-def test_another_process_compiles_and_this_one_runs(tmp_path, other_process, monkeypatch):
-    model, arrays, abstract = step_arguments()
-    shape = StepShape(decode_rows=2, prefill_tokens=0, prefill_seqs=0)
-    ints = jax.ShapeDtypeStruct((shape.num_ints,), jnp.int32)
-    monkeypatch.setattr(executables, "_compile", lambda *_: pytest.fail("compiled here"))
-    program = load_or_compile(tmp_path, forward_step, (model, *abstract, ints), {"shape": shape})
-    hidden, *_ = program(*arrays, np.zeros(shape.num_ints, np.int32))
-    assert hidden.shape == (2, LLAMA["hidden_size"])
+def test_what_another_user_has_written_is_not_run(tmp_path, monkeypatch, caplog):
+    run(tmp_path)
+    monkeypatch.setattr(executables.os, "getuid", lambda: 12345)
+    run(tmp_path)
+    assert len(traces) == 2
+    assert "belongs to another user" in caplog.text
 
 
-def test_where_the_other_process_fails_this_one_compiles(tmp_path, other_process, monkeypatch, caplog):
-    monkeypatch.setattr(executables.sys, "executable", "/bin/false")
-    for factor in (3, 4):
-        np.testing.assert_array_equal(run(tmp_path, factor=factor).v, np.full((4, 2), float(factor)))
-    assert caplog.text.count("the thread goes on alone") == 1
+def test_programs_of_old_versions_are_deleted_when_a_new_one_writes(tmp_path):
+    for name, age in (("old", executables.OUTDATED_S + 60), ("recent", 60)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    run(tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "recent"]
 
 
-def test_what_the_other_process_cannot_compile_this_one_says(tmp_path, other_process, caplog):
-    np.testing.assert_array_equal(run(tmp_path).v, np.full((4, 2), 3.0))  # no other process knows this module
-    assert "ModuleNotFoundError" in caplog.text
+@contextlib.contextmanager
+def jax_config(**values):
+    before = {name: getattr(jax.config, name) for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)

@@ -1,15 +1,29 @@
 """The compile guard: which program a step gets, and what counts as a stall."""
 
+import contextlib
 import dataclasses
 import logging
 import threading
 
+import jax
 import pytest
 
-from jaxserve.config import prefill_seqs
+from jaxserve.config import EngineConfig, prefill_seqs, resolve
 from jaxserve.layers.sampler import SamplingFeatures
+from jaxserve.models import get_model
 from jaxserve.programs import Compiler, Programs
+from jaxserve.runner import default_shapes
 from jaxserve.step_programs import SampleShape, StepShape
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +40,14 @@ class Size:
 
 @pytest.fixture
 def compiler():
-    compiler = Compiler(1)
+    compiler = Compiler(1, contextlib.nullcontext)
     yield compiler
     compiler.close()
 
 
 def test_the_exact_program_is_compiled_once(compiler):
     built = []
-    programs = Programs("p", lambda key: built.append(key) or (lambda: key), compiler)
+    programs = Programs("p", lambda key, _: built.append(key) or (lambda: key), compiler, None)
     assert programs.get(Size(3))[1]() == Size(3)
     assert programs.get(Size(3))[1]() == Size(3)
     assert built == [Size(3)]
@@ -42,12 +56,12 @@ def test_the_exact_program_is_compiled_once(compiler):
 def test_a_larger_ready_program_stands_in_while_the_exact_one_compiles(compiler):
     gate = threading.Event()
 
-    def build(key):
+    def build(key, _):
         if key == Size(2):
             gate.wait(10)
         return lambda: key
 
-    programs = Programs("p", build, compiler)
+    programs = Programs("p", build, compiler, None)
     for job in programs.request([Size(16), Size(8)]):
         job.result(10)
     key, program = programs.get(Size(2))
@@ -59,13 +73,13 @@ def test_a_larger_ready_program_stands_in_while_the_exact_one_compiles(compiler)
 
 
 def test_a_smaller_program_never_stands_in(compiler):
-    programs = Programs("p", lambda key: lambda: key, compiler)
+    programs = Programs("p", lambda key, _: lambda: key, compiler, None)
     programs.get(Size(2))
     assert programs.get(Size(4))[0] == Size(4)
 
 
 def test_a_wait_after_warm_up_is_counted_and_logged_with_its_shape(compiler, caplog):
-    programs = Programs("forward", lambda key: lambda: key, compiler)
+    programs = Programs("forward", lambda key, _: lambda: key, compiler, None)
     programs.get(Size(4))
     assert programs.num_stalls == 0
     programs.warm = True
@@ -79,10 +93,10 @@ def test_a_wait_after_warm_up_is_counted_and_logged_with_its_shape(compiler, cap
 
 
 def test_an_error_of_the_compiler_reaches_the_step(compiler):
-    def build(key):
+    def build(key, _):
         raise RuntimeError("no such instruction")
 
-    programs = Programs("p", build, compiler)
+    programs = Programs("p", build, compiler, None)
     with pytest.raises(RuntimeError, match="no such instruction"):
         programs.get(Size(1))
     (job,) = programs.request([Size(2)])
@@ -98,6 +112,50 @@ def test_the_default_programs_cover_every_plan_and_are_few(llm):
                 if rows + tokens and (tokens > 0) == (seqs > 0):
                     plan = StepShape(decode_rows=rows, prefill_tokens=tokens, prefill_seqs=seqs)
                     assert any(shape.covers(plan) for shape in runner.shapes)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("max_num_seqs", [1, 17, 32, 256])
+@pytest.mark.parametrize("budget", [256, 511, 512, 6000, 8192])
+def test_programs_cover_every_plan_that_the_budget_allows(backend, max_num_seqs, budget, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    options = {"num_pages": 4096, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    engine_config = EngineConfig.of("m", max_model_len=64, **options)
+    scheduler, config = resolve(engine_config, get_model(LLAMA).config, params_bytes=0, dtype_bytes=2)
+    shapes = default_shapes(config)
+    assert [shape.cost for shape in shapes] == sorted(shape.cost for shape in shapes)
+    for rows in {*range(0, max_num_seqs, 7), min(16, max_num_seqs), min(17, max_num_seqs), max_num_seqs}:
+        left = budget - scheduler.tokens_for(rows)
+        for tokens in {t for t in (0, 1, left // 2, left) if t >= 0 and rows + t}:
+            for seqs in {min(tokens, 1), min(tokens, scheduler.max_prefill_seqs)}:
+                plan = StepShape(decode_rows=rows, prefill_tokens=tokens, prefill_seqs=seqs)
+                found = next(shape for shape in shapes if shape.covers(plan))
+                if budget >= 512 and tokens:  # no step is larger than its budget, rounded up
+                    assert found.cost <= config.prefill_tokens[-1]
+
+
+def test_a_thread_is_in_its_context_while_there_is_work():
+    entered = threading.Semaphore(0)
+    events, go = [], threading.Event()
+
+    @contextlib.contextmanager
+    def context():
+        events.append("in")
+        yield len(events)
+        events.append("out")
+        entered.release()
+
+    compiler = Compiler(1, context)
+    first = compiler.submit(lambda tool: go.wait(10) and events.append(tool))
+    second = compiler.submit(lambda tool: events.append(tool))
+    go.set()
+    first.result(10)
+    second.result(10)
+    assert entered.acquire(timeout=10)
+    assert events == ["in", 1, 1, "out"]
+    compiler.submit(lambda tool: events.append(tool)).result(10)
+    compiler.close()
+    assert events[4:] == ["in", 5, "out"]
 
 
 def test_the_default_warm_up_compiles_at_most_48_programs(make_llm):

@@ -271,11 +271,11 @@ class Simulation:
         return [request for request in self.scheduler.waiting if request.held]
 
     def dispatch(self) -> StepPlan | None:
-        first = self._first_running()
+        first, num_decoding = self._first_running(), len(self.scheduler.running.decoding)
         before = self.scheduler.stats()
         plan = self.scheduler.schedule(self.now)
         self._count(before)
-        self._check_plan(plan, first)
+        self._check_plan(plan, first, num_decoding)
         if plan is not None:
             self.in_flight.append((plan, *self.runner.dispatch(plan)))
             self.seen.update(steps=1, spans=plan.span is not None, mixed=bool(plan.decode and plan.prefill))
@@ -353,7 +353,7 @@ class Simulation:
             return None
         return first
 
-    def _check_plan(self, plan: StepPlan | None, first: Request | None) -> None:
+    def _check_plan(self, plan: StepPlan | None, first: Request | None, num_decoding: int) -> None:
         if plan is None:
             waiting = [request for request in self.scheduler.waiting if not self._stands_aside(request)]
             assert self.in_flight or not (len(self.scheduler.running) or waiting), "it is stuck"
@@ -369,7 +369,9 @@ class Simulation:
         assert {update.slot for update in plan.page_updates} <= {row.slot for row in rows}
         assert set(plan.new_slots) <= set(requests)
         assert not any(request.held for request in requests)
-        waits = self.config.prioritize_prefill and plan.prefill and not plan.decode
+        room = self.config.max_num_batched_tokens - plan.num_prefill_tokens
+        waits = self.config.prioritize_prefill and self.config.tokens_for(num_decoding) > room
+        waits |= first is not None and any(row.request.order < first.order for row in plan.prefill)  # came back
         if first is not None and first.status is Status.RUNNING and not self.setup.spans and not waits:
             assert first in requests or self.pool.num_returning(), "the first in the order does not get on"
 
