@@ -20,7 +20,7 @@ from jaxserve.core_types import CoreRequest
 from jaxserve.engine_core import EngineCore
 from jaxserve.layers.sampler import Sampled
 from jaxserve.output_processor import OutputProcessor
-from jaxserve.runner import Runner
+from jaxserve.runner import Runner, default_shapes
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.scheduler import PagePool, Scheduler, SchedulerConfig
 from jaxserve.weights.loader import open_tokenizer
@@ -51,6 +51,7 @@ class NullRunner(Runner):
 
     def __init__(self, config: RunnerConfig):
         self.config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
+        self.shapes = default_shapes(config)
         self.kv, self._sequences, self._sampling = {}, None, None
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._forward = NullPrograms(lambda params, kv, sequences, ints: (np.zeros(0), None, kv, sequences))

@@ -1,8 +1,8 @@
 """A process that compiles for a thread of another one.
 
 Compiles do not run beside each other in one process: under locks of XLA's and Python's own, hardly more than one gets
-on. So threads that compile for a GPU have a process each, which they give what is not on disk. On another accelerator,
-which one process has to itself, and on CPU, whose programs are not kept, there is none.
+on. So threads that compile for a GPU have a process each, which they give what is not on disk. On a TPU, which one
+process has to itself, and on CPU, whose programs are tied to an instruction set that no key tells, there is none.
 """
 
 import contextlib
@@ -76,7 +76,12 @@ class CompileProcess:
                 stderr=self._errors,
                 start_new_session=True,  # Ctrl-C is for this process
                 # The card's memory belongs to this process; the other one takes what it needs, which is little
-                env=os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+                env=os.environ
+                | {
+                    "PYTHONPATH": path,
+                    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from there does not serialise again
+                },
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

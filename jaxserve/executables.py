@@ -4,7 +4,8 @@ JAX's own cache is keyed by the lowered program: every start traces and lowers a
 under Python's lock, which takes longer than all the rest of a start. Here the key is what a program follows from: the
 function, the shapes of its arguments, the model's configuration, the code of this package, the versions and the device.
 
-Only programs for one device are kept, and none for CPU, which are tied to an instruction set that no key tells.
+Kept is what `compile_process` compiles, for one GPU. What this process compiles may have come from JAX's cache, and
+that does not serialise again.
 """
 
 import contextlib
@@ -38,15 +39,15 @@ COMPILER_OPTIONS = {
 }
 OUTDATED_S = 30 * 24 * 3600  # after which the programs of other versions of this package are deleted
 
-# (function, arguments, static) -> the program and its serialised form; None = no, compile it yourself
+# (function, arguments, static) -> the serialised program; None = no, compile it yourself
 Elsewhere = Callable[[Any, tuple, dict[str, Any]], bytes | None]
 
 
 def compiled(function: Any, *arguments: Any, elsewhere: Elsewhere | None = None, **static: Any) -> Callable:
     """A jitted function compiled for `arguments`: shapes, and first the model where the function takes one.
 
-    On an accelerator it comes from the folder "steps" in JAX's compilation cache, if there is one and the program was
-    compiled before; else from `elsewhere`; else it is compiled here.
+    On a GPU it comes from the folder "steps" in JAX's compilation cache, if there is one and the program was compiled
+    before; else from `elsewhere`; else it is compiled here.
     """
     folder = kept_in()
     if folder is None or len(_devices(arguments)) != 1:
@@ -57,7 +58,7 @@ def compiled(function: Any, *arguments: Any, elsewhere: Elsewhere | None = None,
 def kept_in() -> Path | None:
     """The folder of this code's programs; None where none are kept."""
     cache, code = jax.config.jax_compilation_cache_dir, _code()
-    if jax.default_backend() == "cpu" or code is None or not jax.config.jax_enable_compilation_cache:
+    if jax.default_backend() != "gpu" or code is None or not jax.config.jax_enable_compilation_cache:
         return None
     return None if not cache or "://" in cache else Path(cache) / "steps" / code
 
@@ -65,7 +66,7 @@ def kept_in() -> Path | None:
 def load_or_compile(
     folder: Path, function: Any, arguments: tuple, static: dict[str, Any], elsewhere: Elsewhere | None = None
 ) -> Callable:
-    """The program from its file in `folder`; where that is missing or damaged, compiled and written there."""
+    """The program from its file in `folder`; where that is missing or damaged, from elsewhere, and written there."""
     path = folder / f"{function.__name__}-{_key(function, arguments, static)}"
     try:
         program = _load(_own_bytes(path), arguments)
@@ -77,12 +78,13 @@ def load_or_compile(
     except Exception as error:  # whatever a damaged file raises
         logger.warning("the compiled program in %s cannot be loaded and is compiled anew: %s", path, error)
     data = elsewhere(function, arguments, static) if elsewhere else None
-    program = compile_here(function, arguments, static) if data is None else _load(data, arguments)
+    if data is None:
+        return compile_here(function, arguments, static)
     try:
-        _write(path, serialized(program) if data is None else data)
-    except Exception as error:  # the program is fine all the same
+        _write(path, data)
+    except OSError as error:
         _warn_once(f"compiled programs could not be kept in {folder}: {error}")
-    return program
+    return _load(data, arguments)
 
 
 def compile_here(function: Any, arguments: tuple, static: dict[str, Any]) -> Any:

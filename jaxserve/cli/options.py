@@ -53,7 +53,7 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     "prioritize_prefill": Opt(
         bool,
         "Let decodes wait for prompts that fill a step: sooner done as a whole, but answers stall meanwhile.",
-        unset="on; serve and bench serve: off",
+        unset="off; generate, chat, batch and bench but for bench serve: on",
     ),
     "async_scheduling": Opt(bool, "Schedule the next step while the device runs this one.", unset="on"),
     "warm_up": Opt(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve import executables
 from jaxserve.executables import load_or_compile
@@ -39,8 +40,17 @@ def new_function():
 
 
 @pytest.fixture(autouse=True)
-def no_traces():
+def compiled_for_each_test():
+    """Not taken from JAX's cache, which other tests may have switched on: that does not serialise again."""
     traces.clear()
+    with jax_config(jax_enable_compilation_cache=False):
+        compilation_cache.reset_cache()
+        yield
+    compilation_cache.reset_cache()
+
+
+def elsewhere(function, arguments, static):
+    return executables.serialized(executables.compile_here(function, arguments, static))
 
 
 def cache(rows=4):
@@ -49,7 +59,8 @@ def cache(rows=4):
 
 def run(directory, *, rows=4, factor=3, **changes):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (cache(rows), jnp.float32(0)))
-    program = load_or_compile(directory, new_function(), (get_model(LLAMA | changes), *shapes), {"factor": factor})
+    arguments = (get_model(LLAMA | changes), *shapes)
+    program = load_or_compile(directory, new_function(), arguments, {"factor": factor}, elsewhere)
     return program(cache(rows), jnp.float32(2))
 
 
@@ -96,6 +107,7 @@ def test_a_damaged_file_is_written_anew(tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-100])
     for _ in range(2):
         np.testing.assert_array_equal(run(tmp_path).v, np.full((4, 2), 3.0))
+    assert traces == [3, 3]
     assert "cannot be loaded" in caplog.text
     assert caplog.text.count("cannot be loaded") == 1
 
@@ -108,7 +120,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
 
 def test_programs_are_kept_for_accelerators_with_a_cache_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with jax_config(jax_compilation_cache_dir=str(tmp_path)):
+    with jax_config(jax_compilation_cache_dir=str(tmp_path), jax_enable_compilation_cache=True):
         assert executables.kept_in() == tmp_path / "steps" / executables._code()
         with jax_config(jax_enable_compilation_cache=False):
             assert executables.kept_in() is None
@@ -116,7 +128,7 @@ def test_programs_are_kept_for_accelerators_with_a_cache_on_disk(tmp_path, monke
         assert executables.kept_in() is None
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for cache in (None, "gs://bucket/cache"):
-        with jax_config(jax_compilation_cache_dir=cache):
+        with jax_config(jax_compilation_cache_dir=cache, jax_enable_compilation_cache=True):
             assert executables.kept_in() is None
 
 
