@@ -68,23 +68,19 @@ def load_or_compile(
 ) -> Callable:
     """The program from its file in `folder`; where that is missing or damaged, from elsewhere, and written there."""
     path = folder / f"{function.__name__}-{_key(function, arguments, static)}"
-    try:
-        program = _load(_own_bytes(path), arguments)
-        with contextlib.suppress(OSError):
-            os.utime(folder)  # it is in use
-        return program
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except Exception as error:  # whatever a damaged file raises
-        logger.warning("the compiled program in %s cannot be loaded and is compiled anew: %s", path, error)
+    if os.path.exists(path):
+        program = _loaded(lambda: _own_bytes(path), arguments, str(path))
+        if program is not None:
+            with contextlib.suppress(OSError):
+                os.utime(folder)  # it is in use
+            return program
     data = elsewhere(function, arguments, static) if elsewhere else None
-    if data is None:
-        return compile_here(function, arguments, static)
-    try:
-        _write(path, data)
-    except OSError as error:
-        _warn_once(f"compiled programs could not be kept in {folder}: {error}")
-    return _load(data, arguments)
+    if data is not None:
+        program = _loaded(lambda: data, arguments, "another process")
+        if program is not None:
+            _keep(path, data)
+            return program
+    return compile_here(function, arguments, static)
 
 
 def compile_here(function: Any, arguments: tuple, static: dict[str, Any]) -> Any:
@@ -134,8 +130,14 @@ def _code() -> str | None:
     return digest.hexdigest()[:16] if num_files else None
 
 
-def _load(data: bytes, arguments: tuple) -> Callable:
-    return serialize_executable.deserialize_and_load(*pickle.loads(data), execution_devices=_devices(arguments))
+def _loaded(read: Callable[[], bytes], arguments: tuple, source: str) -> Callable | None:
+    """The program that is read; None, after a warning, where that fails."""
+    try:
+        program = pickle.loads(read())
+        return serialize_executable.deserialize_and_load(*program, execution_devices=_devices(arguments))
+    except Exception as error:  # whatever damaged bytes raise
+        logger.warning("the compiled program of %s cannot be loaded and is compiled anew: %s", source, error)
+        return None
 
 
 def _own_bytes(path: Path) -> bytes:
@@ -147,6 +149,13 @@ def _own_bytes(path: Path) -> bytes:
     if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
         raise PermissionError("it belongs to another user")
     return path.read_bytes()
+
+
+def _keep(path: Path, data: bytes) -> None:
+    try:
+        _write(path, data)
+    except OSError as error:
+        _warn_once(f"compiled programs could not be kept in {path.parent}: {error}")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from one_layer import LLAMA
 
 from jaxserve import compile_process, executables
 from jaxserve.compile_process import CompileProcess
@@ -12,16 +13,6 @@ from jaxserve.layers.kv_cache import init_kv_cache
 from jaxserve.layers.sampler import init_sequences
 from jaxserve.models import get_model
 from jaxserve.step_programs import StepShape, forward_step, update_tables
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture

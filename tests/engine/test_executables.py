@@ -8,22 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from one_layer import LLAMA
 
 from jaxserve import executables
 from jaxserve.executables import load_or_compile
 from jaxserve.layers.kv_cache import KVCache
 from jaxserve.models import get_model
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
-
 
 traces = []  # of `new_function`'s functions
 
@@ -110,6 +100,13 @@ def test_a_damaged_file_is_written_anew(tmp_path, caplog):
     assert traces == [3, 3]
     assert "cannot be loaded" in caplog.text
     assert caplog.text.count("cannot be loaded") == 1
+
+
+def test_what_comes_from_elsewhere_and_cannot_be_loaded_is_compiled_here(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(globals(), "elsewhere", lambda *_: b"no program")
+    np.testing.assert_array_equal(run(tmp_path).v, np.full((4, 2), 3.0))
+    assert "cannot be loaded" in caplog.text
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

@@ -7,6 +7,7 @@ import threading
 
 import jax
 import pytest
+from one_layer import LLAMA
 
 from jaxserve.config import EngineConfig, prefill_seqs, resolve
 from jaxserve.layers.sampler import SamplingFeatures
@@ -14,16 +15,6 @@ from jaxserve.models import get_model
 from jaxserve.programs import Compiler, Programs
 from jaxserve.runner import default_shapes
 from jaxserve.step_programs import SampleShape, StepShape
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 @dataclasses.dataclass(frozen=True)
