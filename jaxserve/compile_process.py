@@ -103,6 +103,10 @@ class CompileProcess:
                 process.communicate(pickle.dumps(None), timeout=END_S)
             process.kill()  # no-op if it has ended
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # what it did not take is lost
+                        pipe.close()
         self._files.close()
 
 
