@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from jaxserve.layers.attention import AttentionSpec, attend, prepare_batch
+from jaxserve.layers.attention import AttentionSpec, attend, on_hopper, prepare_batch
+from jaxserve.layers.dense import PlainNorm, dense_weights, layer_numbers, run_dense_layers
 from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.pallas_kernels.paged_attention import Implementation
 
@@ -28,6 +29,8 @@ class DecoderModel(Protocol):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]: ...
+    @property
+    def plain_norm(self) -> PlainNorm | None: ...  # None: layers are not plain, see `jaxserve.layers.dense`
     def attention_spec(self, kind: str) -> AttentionSpec: ...
     def embed(self, params: Params, token_ids: Array) -> Array: ...
     def layer(self, p: Params, kind: str, x: Array, attend: Attend) -> Array: ...
@@ -63,6 +66,11 @@ def forward(
         if lo == hi or not rows.shape[0]:
             return rows, kv
         batches = {k: prepare_batch(part, kv[k], model.attention_spec(k), implementation) for k in kv}
+        if dense := _dense_layers(model, params["layers"], batches, rows.shape[0]):
+            kind, weights, norm = dense
+            spec = model.attention_spec(kind)
+            rows, cache = run_dense_layers(weights, norm, lo, hi, rows, kv[kind], batches[kind], spec, implementation)
+            return rows, {kind: cache}
         body = _layer_body(model, batches, implementation)
         return run_layers(body, params["layers"], model.layer_kinds, lo, hi, (rows, kv))
 
@@ -75,6 +83,18 @@ def forward(
     rows, kv = run_decode(rows, kv, hi, num_layers)
     normed = model.final_norm(params, rows)
     return normed if hi == num_layers else jnp.concatenate([normed[:cut], rows[cut:]]), kv
+
+
+def _dense_layers(model: DecoderModel, layers: Any, batches: dict[str, StepBatch], num_rows: int):
+    """The one kind of layer, its weights and its norm, if all between attention and attention is one kernel here."""
+    norm, kinds = model.plain_norm, list(batches)
+    if norm is None or len(kinds) > 1 or isinstance(layers, tuple | list):
+        return None
+    (kind,) = kinds
+    if not on_hopper(batches[kind].decode, batches[kind].prefill):
+        return None
+    weights = dense_weights(layers[kind], num_rows)
+    return None if weights is None else (kind, weights, norm)
 
 
 def _decode_part(batch: StepBatch) -> StepBatch:
@@ -123,8 +143,7 @@ def run_layers(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo: 
 def _run_stacked(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo: int, hi: int, carry: Any) -> Any:
     """Whole repeating periods of `kinds` in one loop, the layers before and after them unrolled."""
     period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-    # A kernel reads its layer's number from memory. A slice of what is there already costs nothing; the sum does
-    numbers = jax.lax.optimization_barrier(jnp.arange(len(kinds), dtype=jnp.int32))
+    numbers = layer_numbers(len(kinds))
 
     def one(turn: int | Array, i: int, carry: Any) -> Any:
         """Layer `turn * period + i`."""

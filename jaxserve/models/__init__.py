@@ -24,9 +24,11 @@ def get_model(hf_config: Mapping[str, Any]) -> Model:
     if module is None:
         raise ValueError(f"architectures {names} are not supported; jaxserve knows {', '.join(sorted(_MODULES))}")
     check_fields(hf_config)
+    config = module.config_from_hf(hf_config)
     return Model(
-        config=module.config_from_hf(hf_config),
+        config=config,
         layer_module=module.Layer,
         layer_fn=module.layer,
         translate_fn=module.translate,
+        plain=module.layer is llama.layer and config.act == "silu" and not (config.qkv_bias or config.qk_norm),
     )

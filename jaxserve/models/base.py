@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 
 from jaxserve.layers.attention import AttentionSpec
 from jaxserve.layers.decoder import Attend, Params
+from jaxserve.layers.dense import PlainNorm
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.linear import fan_in, ones, param, zeros
 from jaxserve.layers.mlp import Act
@@ -171,10 +172,16 @@ class Model:
     layer_module: Callable[..., nnx.Module]  # (config, *, dtype, rngs): the parameters of one layer
     layer_fn: Callable[..., Array]  # (p, config, kind, x, attend) -> x
     translate_fn: Callable[[str], Target | None]
+    plain: bool = False  # whether `layer_fn` is what `jaxserve.layers.dense` calls plain
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         return self.config.layer_kinds
+
+    @property
+    def plain_norm(self) -> PlainNorm | None:
+        """The norms' settings if all layers are plain."""
+        return PlainNorm(self.config.rms_norm_eps, self.config.norm_offset) if self.plain else None
 
     def attention_spec(self, kind: str) -> AttentionSpec:
         return self.config.attention_spec(kind)
