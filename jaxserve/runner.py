@@ -207,10 +207,15 @@ class Runner:
     # Programs
 
     def warm_up(self, *, block: bool) -> None:
-        """Compiles the default programs, in the background unless `block`; later waits count as stalls."""
+        """Compiles the default programs, in the background unless `block`; later waits count as stalls.
+
+        Greedy rows are served by programs that can also draw. Their own, which are faster, are compiled when the first
+        such row comes; whoever blocks has them too.
+        """
         rows = sorted({shape.sample_rows for shape in self.shapes})
         every = SamplingFeatures(random=True, edits=True, num_logprobs=self.config.max_logprobs)
-        samples = [SampleShape(rows=r, features=f) for f in (SamplingFeatures(random=True), every) for r in rows]
+        kinds = (SamplingFeatures(random=True), every, *((SamplingFeatures(),) if block else ()))
+        samples = [SampleShape(rows=r, features=f) for f in kinds for r in rows]
         start = time.monotonic()
         self._warm_up_jobs = [
             *self._start_slots.request([Rows(SLOTS_A_CALL)]),

@@ -37,6 +37,9 @@ FETCH_WEIGHTS, FETCH_ROWS, COMPUTE = range(3)  # warpgroups
 ROW_FACTORS = plgpu.Layout.WGMMA.reduce(1)
 
 
+consumed_by_both = functools.partial(plgpu.ClusterBarrier, collective_axes=("member",))
+
+
 class Cuts(NamedTuple):
     o: Cut
     gate_up: Cut
@@ -80,13 +83,14 @@ def dense_layer(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """See the package's `dense_layer`. An interpreter runs one block, which has all the units."""
-    (R, D), workers = x.shape, 1 if interpret else num_multiprocessors()
+    (R, D), pairs = x.shape, 1 if interpret else num_multiprocessors() // 2
     cuts = cuts_of(weights, num_multiprocessors())
     assert cuts is not None, "not supported"
-    QKV, F, size = cuts.qkv.outputs, cuts.gate_up.outputs, chunk(R, D, workers)
+    QKV, F, size = cuts.qkv.outputs, cuts.gate_up.outputs, chunk(R, D, 2 * pairs)
+    members = 1 if interpret else 2
     counter = jax.new_ref(progress)
     y, heads, *_ = plgpu.kernel(
-        functools.partial(_kernel, cuts=cuts, eps=eps, offset=offset, interpret=interpret),
+        functools.partial(_kernel, cuts=cuts, members=members, eps=eps, offset=offset, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((R, D), x.dtype),
             jax.ShapeDtypeStruct((R, QKV), x.dtype),
@@ -102,11 +106,13 @@ def dense_layer(
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(num_barriers=ROW_STAGES),
-            plgpu.Barrier(num_barriers=ROW_STAGES),
+            consumed_by_both(num_barriers=ROW_STAGES) if members > 1 else plgpu.Barrier(num_barriers=ROW_STAGES),
             plgpu.Barrier(),
         ),
-        grid=(workers,),
-        grid_names=("block",),
+        grid=(pairs,),
+        grid_names=("pair",),
+        cluster=(members,) if members > 1 else (),
+        cluster_names=("member",) if members > 1 else (),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="dense_layer",
@@ -154,6 +160,7 @@ def _kernel(
     done,  # in place of the counter if there is one block
     *,
     cuts: Cuts,
+    members: int,
     eps: float,
     offset: float,
     interpret: bool,
@@ -163,8 +170,10 @@ def _kernel(
     after = jnp.minimum(layer + 1, L - 1)
     there = jnp.where(layer + 1 < L, 1, 0)
     block = Block(
-        index=lax.axis_index("block"),
-        count=lax.axis_size("block"),
+        pair=lax.axis_index("pair"),
+        num_pairs=lax.axis_size("pair"),
+        member=lax.axis_index("member") if members > 1 else 0,
+        members=members,
         counter=counter_gmem,
         before=counter_gmem[1],
         done=done,
@@ -267,8 +276,10 @@ class Matmul:
 class Block:
     """One CUDA block: its share of each step."""
 
-    index: Array
-    count: int
+    pair: Array
+    num_pairs: int
+    member: Array | int
+    members: int
     counter: Any
     before: Array
     done: Any
@@ -280,24 +291,32 @@ class Block:
     x_consumed: Any
     interpret: bool
 
-    def share(self, total: int) -> Array:
-        """How many of so many units are this block's: those whose numbers are its own, and then every `count`-th."""
-        return lax.div(total - self.index + (self.count - 1), self.count)
+    @property
+    def index(self) -> Array:
+        return self.pair * self.members + self.member
+
+    @property
+    def count(self) -> int:
+        return self.num_pairs * self.members
 
     def each_unit(self, step: Matmul, i: Array, visit: Callable[..., Array]) -> Array:
-        """`i = visit(i, tile, split, begin, end)` for each unit of this block, of the blocks of inputs `[begin, end)`."""
+        """`i = visit(i, tile, split, begin, end)` for each unit of this block, of the blocks of inputs `[begin, end)`.
+
+        A pair has two tiles with the same inputs.
+        """
         cut, blocks = step.cut, step.cut.inputs // BLOCK
 
         def unit(j: Array, i: Array) -> Array:
-            number = self.index + j * self.count
-            tile, split = lax.div(number, cut.splits), lax.rem(number, cut.splits)
+            number = self.pair + j * self.num_pairs
+            tile, split = lax.div(number, cut.splits) * self.members + self.member, lax.rem(number, cut.splits)
             return visit(i, tile, split, lax.div(split * blocks, cut.splits), lax.div((split + 1) * blocks, cut.splits))
 
-        return lax.fori_loop(0, step.times * self.share(cut.units), unit, i)
+        share = lax.div(cut.units // self.members - self.pair + (self.num_pairs - 1), self.num_pairs)
+        return lax.fori_loop(0, step.times * share, unit, i)
 
     def turned(self, b: Array, begin: Array, end: Array) -> Array:
-        """Another order of the inputs in each block, lest all read the same rows at a time: 4 % of the time."""
-        return begin + lax.rem(b - begin + self.index, end - begin)
+        """Another order of the inputs in each pair, lest all read the same rows at a time: 4 % of the time."""
+        return begin + lax.rem(b - begin + self.pair, end - begin)
 
     def each_chunk(self, shape: tuple[int, int], size: int, visit: Callable[..., None]) -> None:
         """`visit(row, i, columns, load)` for each of this block's chunks of rows; `load` gives one as float32."""
@@ -312,7 +331,7 @@ class Block:
             row, i = lax.div(number, chunks), lax.rem(number, chunks)
             visit(row, i, pl.ds(i * size, size), load)
 
-        lax.fori_loop(0, self.share(shape[0] * chunks), one, None)
+        lax.fori_loop(0, lax.div(shape[0] * chunks - self.index + (self.count - 1), self.count), one, None)
 
     # How far the others are
 
@@ -367,7 +386,8 @@ class Block:
                 pl.when(i >= ROW_STAGES)(lambda slot=slot: plgpu.barrier_wait(self.x_consumed.at[slot]))
                 inputs = pl.ds(self.turned(b, begin, end) * BLOCK + piece * PIECE, PIECE)
                 target = self.x_smem.at[slot, pl.ds(0, step.rows.shape[0])]
-                plgpu.copy_gmem_to_smem(step.rows.at[:, inputs], target, self.x_arrived.at[slot])
+                both = {"collective_axes": "member"} if self.members > 1 else {}
+                plgpu.copy_gmem_to_smem(step.rows.at[:, inputs], target, self.x_arrived.at[slot], **both)
                 i = i + 1
             return i
 
