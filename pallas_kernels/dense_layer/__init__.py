@@ -36,7 +36,7 @@ def dense_layer(
     offset: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R D"], Float[Array, "R QKV"], Int[Array, " 2"]]:
-    """The residual stream after `layer`, the projection to queries, keys and values of the layer after it, and progress.
+    """The residual stream after `layer`, the queries, keys and values of the layer after it, and progress.
 
     With `norm(x, w) = x / sqrt(mean(x^2) + eps) * (offset + w)`:
 
@@ -52,6 +52,4 @@ def dense_layer(
         x: the residual stream before it.
         progress: zeros at first, then what the call before returned: how the multiprocessors know of each other.
     """
-    return mosaic_gpu.dense_layer(
-        attended, x, weights, layer, progress, eps=eps, offset=offset, interpret=interpret
-    )
+    return mosaic_gpu.dense_layer(attended, x, weights, layer, progress, eps=eps, offset=offset, interpret=interpret)

@@ -8,7 +8,6 @@ MAX_ROWS = 16  # with more, the rows that every unit reads again take longer tha
 BLOCK = 128  # inputs of a unit that are fetched at a time
 MAX_WIDTH = 64  # columns of one half of a tile
 MAX_SPLITS = 8
-PAIR = 2  # multiprocessors that work on neighbouring tiles, and share the rows that they fetch
 VECTOR = 512  # columns that a warpgroup adds up at a time, four a thread
 
 
@@ -47,7 +46,7 @@ class Cut:
 
 @functools.cache
 def cut(inputs: int, outputs: int, workers: int, *, gated: bool = False) -> Cut | None:
-    """The cut whose slowest worker is fastest, and among equals the one with fewest and then widest units; None: none fits.
+    """The cut whose slowest worker is fastest, among equals the one with fewest and then widest units; None: none fits.
 
     What is gated is not split, since the activation needs whole sums.
     """
@@ -57,7 +56,7 @@ def cut(inputs: int, outputs: int, workers: int, *, gated: bool = False) -> Cut 
         Cut(inputs=inputs, outputs=outputs, width=width, splits=splits, gated=gated)
         for width in range(8, MAX_WIDTH + 1, 8)
         for splits in range(1, 1 if gated else MAX_SPLITS + 1) or (1,)
-        if outputs % ((1 if gated else 2) * width * PAIR) == 0 and splits <= inputs // BLOCK
+        if outputs % (width if gated else 2 * width) == 0 and splits <= inputs // BLOCK
     ]
     return min(found, key=lambda each: (each.time(workers), each.turns(workers), -each.width), default=None)
 

@@ -1,14 +1,14 @@
 """The dense part of a layer for few rows on NVIDIA Hopper: one kernel that reads weights almost without a pause.
 
-How this works. With few rows a matmul takes the time of reading its weights. Four of them and the norms between them, as
-kernels of their own, each lose the time in which a kernel starts, waits for its first bytes and ends. Here one CUDA block
-a multiprocessor works through all of it. A warpgroup of it fetches weights by TMA through a ring of buffers. It waits for
-nothing but a free buffer, since weights depend on nothing, and so the ring is full by the time that the rows for the next
-matmul are ready. Another warpgroup fetches these rows, and a third computes.
+How this works. With few rows a matmul takes the time of reading its weights. Four of them and the norms between them,
+as kernels of their own, each lose the time in which a kernel starts, waits for its first bytes and ends. Here one CUDA
+block a multiprocessor works through all of it. A warpgroup of it fetches weights by TMA through a ring of buffers. It
+waits for nothing but a free buffer, since weights depend on nothing, and so the ring is full by the time that the rows
+for the next matmul are ready. Another warpgroup fetches these rows, and a third computes.
 
-Rows pass from block to block through memory. A counter there says how far all of them are: who is done with a step adds
-one, and who needs the rows of all waits for the sum. This works because all blocks are on the card at once: there are no
-more of them than multiprocessors, and any other kernel that holds one ends sometime.
+Rows pass from block to block through memory. A counter there says how far all of them are: who is done with a step
+adds one, and who needs the rows of all waits for the sum. This works because all blocks are on the card at once: there
+are no more of them than multiprocessors, and any other kernel that holds one ends sometime.
 
 Few columns would not occupy all multiprocessors, so most matmuls are also cut along their inputs. What results are
 *parts*, added up in a fixed order by a step that also adds the residual and multiplies by the weights of the norm. The
@@ -37,9 +37,6 @@ FETCH_WEIGHTS, FETCH_ROWS, COMPUTE = range(3)  # warpgroups
 ROW_FACTORS = plgpu.Layout.WGMMA.reduce(1)
 
 
-consumed_by_both = functools.partial(plgpu.ClusterBarrier, collective_axes=("member",))
-
-
 class Cuts(NamedTuple):
     o: Cut
     gate_up: Cut
@@ -50,13 +47,11 @@ class Cuts(NamedTuple):
 def cuts_of(weights: Any, workers: int) -> Cuts | None:
     """How the four matmuls are cut; None if one cannot be."""
     (D, inputs), F, qkv = weights.o.shape[1:], weights.down.shape[2], weights.qkv.shape[1]
-    found = (
-        cut(inputs, D, workers),
-        cut(D, F, workers, gated=True),
-        cut(F, D, workers),
-        cut(D, qkv, workers),
-    )
-    return None if None in found or D % VECTOR or qkv % VECTOR else Cuts(*found)
+    o, gate_up = cut(inputs, D, workers), cut(D, F, workers, gated=True)
+    down, heads = cut(F, D, workers), cut(D, qkv, workers)
+    if not (o and gate_up and down and heads) or D % VECTOR or qkv % VECTOR:
+        return None
+    return Cuts(o=o, gate_up=gate_up, down=down, qkv=heads)
 
 
 def unsupported(weights: Any, num_rows: int) -> str | None:
@@ -83,14 +78,13 @@ def dense_layer(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """See the package's `dense_layer`. An interpreter runs one block, which has all the units."""
-    (R, D), pairs = x.shape, 1 if interpret else num_multiprocessors() // 2
+    (R, D), workers = x.shape, 1 if interpret else num_multiprocessors()
     cuts = cuts_of(weights, num_multiprocessors())
     assert cuts is not None, "not supported"
-    QKV, F, size = cuts.qkv.outputs, cuts.gate_up.outputs, chunk(R, D, 2 * pairs)
-    members = 1 if interpret else 2
+    QKV, F, size = cuts.qkv.outputs, cuts.gate_up.outputs, chunk(R, D, workers)
     counter = jax.new_ref(progress)
     y, heads, *_ = plgpu.kernel(
-        functools.partial(_kernel, cuts=cuts, members=members, eps=eps, offset=offset, interpret=interpret),
+        functools.partial(_kernel, cuts=cuts, eps=eps, offset=offset, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((R, D), x.dtype),
             jax.ShapeDtypeStruct((R, QKV), x.dtype),
@@ -106,13 +100,11 @@ def dense_layer(
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(num_barriers=ROW_STAGES),
-            consumed_by_both(num_barriers=ROW_STAGES) if members > 1 else plgpu.Barrier(num_barriers=ROW_STAGES),
+            plgpu.Barrier(num_barriers=ROW_STAGES),
             plgpu.Barrier(),
         ),
-        grid=(pairs,),
-        grid_names=("pair",),
-        cluster=(members,) if members > 1 else (),
-        cluster_names=("member",) if members > 1 else (),
+        grid=(workers,),
+        grid_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="dense_layer",
@@ -160,7 +152,6 @@ def _kernel(
     done,  # in place of the counter if there is one block
     *,
     cuts: Cuts,
-    members: int,
     eps: float,
     offset: float,
     interpret: bool,
@@ -170,10 +161,8 @@ def _kernel(
     after = jnp.minimum(layer + 1, L - 1)
     there = jnp.where(layer + 1 < L, 1, 0)
     block = Block(
-        pair=lax.axis_index("pair"),
-        num_pairs=lax.axis_size("pair"),
-        member=lax.axis_index("member") if members > 1 else 0,
-        members=members,
+        index=lax.axis_index("block"),
+        count=lax.axis_size("block"),
         counter=counter_gmem,
         before=counter_gmem[1],
         done=done,
@@ -225,7 +214,7 @@ def _kernel(
 
         block.each_chunk(heads_gmem.shape, VECTOR, add)
 
-    def matmul(name: str, rows, weights, finish: Callable, before: Callable | None = None, times=1) -> "Matmul":
+    def matmul(name: str, rows, weights, finish: Callable, before: Callable | None = None, times: Any = 1) -> "Matmul":
         return Matmul(cut=getattr(cuts, name), rows=rows, weights=weights, finish=finish, before=before, times=times)
 
     steps: list[Matmul | Callable[[], None]] = [
@@ -276,10 +265,8 @@ class Matmul:
 class Block:
     """One CUDA block: its share of each step."""
 
-    pair: Array
-    num_pairs: int
-    member: Array | int
-    members: int
+    index: Array
+    count: int
     counter: Any
     before: Array
     done: Any
@@ -291,32 +278,24 @@ class Block:
     x_consumed: Any
     interpret: bool
 
-    @property
-    def index(self) -> Array:
-        return self.pair * self.members + self.member
-
-    @property
-    def count(self) -> int:
-        return self.num_pairs * self.members
+    def share(self, total: int) -> Array:
+        """How many of so many units are this block's: those whose numbers are its own, and then every `count`-th."""
+        return lax.div(total - self.index + (self.count - 1), self.count)
 
     def each_unit(self, step: Matmul, i: Array, visit: Callable[..., Array]) -> Array:
-        """`i = visit(i, tile, split, begin, end)` for each unit of this block, of the blocks of inputs `[begin, end)`.
-
-        A pair has two tiles with the same inputs.
-        """
+        """`i = visit(i, tile, split, begin, end)` for each unit of this block and its range of blocks of inputs."""
         cut, blocks = step.cut, step.cut.inputs // BLOCK
 
         def unit(j: Array, i: Array) -> Array:
-            number = self.pair + j * self.num_pairs
-            tile, split = lax.div(number, cut.splits) * self.members + self.member, lax.rem(number, cut.splits)
+            number = self.index + j * self.count
+            tile, split = lax.div(number, cut.splits), lax.rem(number, cut.splits)
             return visit(i, tile, split, lax.div(split * blocks, cut.splits), lax.div((split + 1) * blocks, cut.splits))
 
-        share = lax.div(cut.units // self.members - self.pair + (self.num_pairs - 1), self.num_pairs)
-        return lax.fori_loop(0, step.times * share, unit, i)
+        return lax.fori_loop(0, step.times * self.share(cut.units), unit, i)
 
     def turned(self, b: Array, begin: Array, end: Array) -> Array:
-        """Another order of the inputs in each pair, lest all read the same rows at a time: 4 % of the time."""
-        return begin + lax.rem(b - begin + self.pair, end - begin)
+        """Another order of the inputs in each block, lest all read the same rows at a time: 4 % of the time."""
+        return begin + lax.rem(b - begin + self.index, end - begin)
 
     def each_chunk(self, shape: tuple[int, int], size: int, visit: Callable[..., None]) -> None:
         """`visit(row, i, columns, load)` for each of this block's chunks of rows; `load` gives one as float32."""
@@ -331,7 +310,7 @@ class Block:
             row, i = lax.div(number, chunks), lax.rem(number, chunks)
             visit(row, i, pl.ds(i * size, size), load)
 
-        lax.fori_loop(0, lax.div(shape[0] * chunks - self.index + (self.count - 1), self.count), one, None)
+        lax.fori_loop(0, self.share(shape[0] * chunks), one, None)
 
     # How far the others are
 
@@ -386,8 +365,7 @@ class Block:
                 pl.when(i >= ROW_STAGES)(lambda slot=slot: plgpu.barrier_wait(self.x_consumed.at[slot]))
                 inputs = pl.ds(self.turned(b, begin, end) * BLOCK + piece * PIECE, PIECE)
                 target = self.x_smem.at[slot, pl.ds(0, step.rows.shape[0])]
-                both = {"collective_axes": "member"} if self.members > 1 else {}
-                plgpu.copy_gmem_to_smem(step.rows.at[:, inputs], target, self.x_arrived.at[slot], **both)
+                plgpu.copy_gmem_to_smem(step.rows.at[:, inputs], target, self.x_arrived.at[slot])
                 i = i + 1
             return i
 
@@ -413,7 +391,7 @@ class Block:
     def multiply(
         self, step: Matmul, needed: Any, i: Array, tile: Array, split: Array, begin: Array, end: Array
     ) -> Array:
-        """One unit. Rows beyond the last of the tile are whatever was in the buffer; nothing is done with their sums."""
+        """One unit. Rows beyond the last are whatever was in the buffer; nothing is done with their sums."""
         width, pieces = step.cut.width, BLOCK // PIECE
 
         def sum_up(*halves: Any) -> list[Array]:
