@@ -1,7 +1,7 @@
 """Where the time of a decode step goes on one GPU, from a trace: Llama-3.1-8B's shape with random weights.
 
 tpot_idle_64     ms a step in which the device runs nothing, at 64 sequences of 1,024 tokens
-and a table of ms a step by kind of kernel, at 1 x 128, 64 x 1,024 and 256 x 1,024
+and a table of ms a step by kind of kernel, at 1 x 128, 16 x 128, 64 x 1,024 and 256 x 1,024
 
 python -m benchmarks.step_breakdown [--save DIR]
 """
@@ -24,6 +24,7 @@ IDLE_MUST_MS, IDLE_STRETCH_MS = 0.15, 0.05
 KINDS = {  # of kernels, by a part of their names; the first that fits
     "attention": ("paged_attention",),
     "RoPE, KV write": ("rope_kv_write", "scatter"),
+    "dense layers": ("dense_layer",),
     "matmul": ("nvjet", "gemm", "cutlass", "cublas"),
     "copies": ("memcpy", "memset"),
     "norms, activations, sampling": ("",),
@@ -88,7 +89,7 @@ def main() -> None:
     rows = []
     with tpot.engine(warm_up="off") as llm:
         for case in tpot.CASES:
-            if case.batch in (1, 64, 256) and case.context <= 1024:
+            if case.context <= 1024:
                 decode(llm, case)  # compiles
                 parts = split(decode(llm, case))
                 shown = (*parts.values(), sum(parts.values()))

@@ -115,7 +115,7 @@ def row(name: str, seconds: float, case: Case) -> Row:
 
 def measure(llm: LLM, case: Case) -> list[Row]:
     name = f"tpot_{case.batch}x{case.context}"
-    repeats = range(2 if case.batch * case.context <= 2**16 else 1)
+    repeats = range(max(1, min(8, 2**17 // (case.batch * case.context))))
     decode = min(decode_s(llm, case) for _ in repeats)
     # In turn, since prefill's power limit makes a later call slower than an earlier one
     pairs = [(generate_s(llm, case, 1), generate_s(llm, case, NUM_STEPS + 1)) for _ in repeats]

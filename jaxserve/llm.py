@@ -155,7 +155,7 @@ class LLM:
         return self.llm_engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Stops background work. Called by `with LLM(...) as llm`."""
+        """Stops background work and frees the weights and the KV cache. Called by `with LLM(...) as llm`."""
         self.llm_engine.close()
 
     def __enter__(self) -> "LLM":

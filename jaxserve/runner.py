@@ -265,7 +265,9 @@ class Runner:
         return self._model.config.num_layers
 
     def close(self) -> None:
+        """Ends compiles and lets go of the weights and the cache: another engine may need the memory."""
         self._compiler.close()
+        self._params, self._head, self.kv = {}, {}, {}
 
     def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract

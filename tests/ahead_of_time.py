@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from jaxserve.layers.decoder import stack_layers  # noqa: E402
 from jaxserve.layers.kv_cache import init_kv_cache  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
-from jaxserve.pallas_kernels import paged_attention  # noqa: E402
+from jaxserve.pallas_kernels import dense_layer, paged_attention  # noqa: E402
 from jaxserve.step_programs import StepShape, forward_step  # noqa: E402
 
 LLAMA = {
@@ -142,15 +143,7 @@ def compile_for(platform: str, function, *args, **options):
     return lowered.compile()
 
 
-def compile_kernel(shape: KernelShape, place: SingleDeviceSharding) -> dict:
-    """Registers and spilled bytes of a thread, in the worst of the call's kernels."""
-    files = Path(PTXAS_FILES.name)
-    for file in files.iterdir():
-        file.unlink()
-
-    def struct(shape: tuple[int, ...], dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
+def compile_attention(shape: KernelShape, struct: Callable) -> None:
     N, K, H = shape.heads
     pages = struct((2, 256, shape.page_size, K, H), jnp.bfloat16)
     batch = paged_attention.AttentionBatch(
@@ -164,6 +157,27 @@ def compile_kernel(shape: KernelShape, place: SingleDeviceSharding) -> dict:
     )
     q, kv = struct((shape.rows, N, H), jnp.bfloat16), paged_attention.KVCache(k=pages, v=pages)
     compile_for("cuda", attention, q, kv, struct((), jnp.int32), batch)
+
+
+def compile_dense_layer(num_rows: int, struct: Callable) -> None:
+    """Of Llama-3.1-8B's shape."""
+    L, D, QKV, F = 2, 4096, 6144, 14336
+    shapes = dense_layer.DenseWeights(
+        input_norm=(L, D), qkv=(L, QKV, D), o=(L, D, D), post_norm=(L, D), gate_up=(L, 2 * F, D), down=(L, D, F)
+    )
+    weights = dense_layer.DenseWeights(*(struct(shape, jnp.bfloat16) for shape in shapes))
+    layer, progress = struct((), jnp.int32), struct((2,), jnp.int32)
+    rows = [struct((num_rows, D), jnp.bfloat16)] * 2
+    run = functools.partial(dense_layer.dense_layer, eps=1e-5, offset=0.0)
+    compile_for("cuda", run, *rows, weights, layer, progress, donate_argnums=4)
+
+
+def compile_kernel(compile_one: Callable, shape: Any, place: SingleDeviceSharding) -> dict:
+    """Registers and spilled bytes of a thread, in the worst of the call's kernels."""
+    files = Path(PTXAS_FILES.name)
+    for file in files.iterdir():
+        file.unlink()
+    compile_one(shape, functools.partial(jax.ShapeDtypeStruct, sharding=place))
     said = "".join(file.read_text(encoding="utf-8") for file in files.glob("*ptxas*"))
     return {
         "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
@@ -220,7 +234,8 @@ def main(platform: str) -> None:
     result: dict = {"weights_bytes": num_bytes(args[0]), "cache_bytes": num_bytes(args[1])}
     if platform == "cuda":
         paged_attention._preferred = lambda: "mosaic_gpu"  # as on a Hopper card
-        result["kernels"] = {name: compile_kernel(shape, place) for name, shape in KERNELS.items()}
+        result["kernels"] = {name: compile_kernel(compile_attention, shape, place) for name, shape in KERNELS.items()}
+        result["kernels"] |= {f"dense_layer_{n}": compile_kernel(compile_dense_layer, n, place) for n in (8, 16)}
     result["programs"] = {name: compile_step(model, shape, platform, place, args) for name, shape in SHAPES.items()}
     print(json.dumps(result))
 

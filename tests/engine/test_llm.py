@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import signal
 
+import jax
 import numpy as np
 import pytest
 
@@ -486,3 +487,16 @@ def test_nothing_compiles_in_a_step_after_warm_up(make_llm):
 def test_an_update_for_a_sequence_that_ended_here_is_dropped(llm):
     processor = llm.llm_engine._outputs
     assert processor.process([CoreOutput(seq_id=10**9, new_token_ids=[1])], 0.0) == ([], [])
+
+
+def test_a_closed_engine_gives_its_memory_back(make_llm):
+    def live() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before = live()
+    llm = make_llm(num_pages=512)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    kv = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.llm_engine.core.runner.kv))
+    assert live() - before > kv
+    llm.close()
+    assert live() - before < kv / 8
