@@ -49,6 +49,7 @@ CASES = (
     Case(8, 32_000, 12.9, 12.3, 12.0),
     Case(1, 120_000, 8.34, 8.1, 7.9),
 )
+REST_S = 1.0  # before each call: seconds of prefill heat the card, and the next seconds are up to 3 % slower
 PREFILL_PEER, PREFILL_STRETCH = 43_200, 47_000
 START_PEER_S, START_MUST_S, START_STRETCH_S = 92.0, 45.0, 25.0  # with an empty compile cache
 
@@ -78,6 +79,7 @@ def sampling(num_tokens: int) -> SamplingParams:
 
 
 def generate_s(llm: LLM, case: Case, num_tokens: int) -> float:
+    time.sleep(REST_S)
     began = time.perf_counter()
     llm.generate(prompts(case), sampling(num_tokens), use_tqdm=False)
     return time.perf_counter() - began
@@ -117,7 +119,6 @@ def measure(llm: LLM, case: Case) -> list[Row]:
     name = f"tpot_{case.batch}x{case.context}"
     repeats = range(max(1, min(8, 2**17 // (case.batch * case.context))))
     decode = min(decode_s(llm, case) for _ in repeats)
-    # In turn, since prefill's power limit makes a later call slower than an earlier one
     pairs = [(generate_s(llm, case, 1), generate_s(llm, case, NUM_STEPS + 1)) for _ in repeats]
     one, many = (min(times) for times in zip(*pairs, strict=True))
     rows = [row(name, (many - one) / NUM_STEPS, case), row(f"{name}_decode", decode, case)]
