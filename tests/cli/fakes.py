@@ -39,7 +39,7 @@ class FakeEngine:
         self.running[request_id] = SimpleNamespace(prompt=prompt, params=params, tokens=[])
 
     def limits(self) -> SimpleNamespace:
-        return SimpleNamespace(vocab_size=50)
+        return SimpleNamespace(vocab_size=50, max_model_len=4096)
 
     def recent_steps(self, since: int = 0) -> list[StepRecord]:
         return self.steps[since:]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.cli.bench.workload import arrival_times, random_requests
+from jaxserve.cli.bench.workload import DATASETS, arrival_times, dataset_requests, random_requests
 
 
 def rng() -> np.random.Generator:
@@ -62,3 +62,38 @@ def test_prompts_use_only_the_given_tokens_and_repeat_with_the_seed():
 def test_impossible_lengths_are_refused(option, value):
     with pytest.raises(ValueError, match=f"{option} must be .*, got {value}"):
         make(**{option: value})
+
+
+def close(found: np.ndarray, percents: dict[float, float], mean: float) -> bool:
+    at = {percent: np.percentile(found, percent) for percent in percents}
+    return found.mean() == pytest.approx(mean, rel=0.08) and at == pytest.approx(percents, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "output"),
+    [
+        ("sharegpt-like", ({50: 1730, 90: 5696}, 2340), ({50: 415, 90: 834}, 439)),
+        ("arxiv-like", ({50: 9194 * np.exp(-0.125)}, 9194), ({}, 230)),
+        (
+            "azure-code-like",
+            ({10: 147, 50: 1469, 90: 5194, 99: 7436}, 2048),
+            ({10: 7, 50: 13, 90: 55, 99: 252}, 27.9),
+        ),
+        (
+            "azure-conv-like",
+            ({10: 207, 50: 1020, 90: 2735, 99: 4142}, 1155),
+            ({10: 54, 50: 129, 90: 424, 99: 601}, 211),
+        ),
+    ],
+)
+def test_lengths_are_those_of_the_dataset(name, prompt, output):
+    for lengths, (percents, mean) in zip(DATASETS[name], (prompt, output), strict=True):
+        assert close(lengths.draw(100_000, rng()), percents, mean)
+        assert not close(1.2 * lengths.draw(100_000, rng()), percents, mean)
+
+
+def test_requests_of_a_dataset_fit_the_model():
+    found = dataset_requests("arxiv-like", 200, max_model_len=4096, token_ids=range(100, 200), rng=rng())
+    assert max(len(each.prompt_token_ids) + each.output_len for each in found) == 4096
+    assert all(100 <= token < 200 for each in found for token in each.prompt_token_ids)
+    assert found[0] != found[1]

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 WORKLOAD_OPTIONS: Mapping[str, Opt] = {
     "num_prompts": Opt(int, "Number of requests.", 100),
+    "dataset_name": Opt(
+        str,
+        "Lengths of prompts and answers: random (by the --random options), or as in traces: sharegpt-like, arxiv-like, "
+        "azure-code-like, azure-conv-like.",
+        "random",
+    ),
     "random_input_len": Opt(int, "Tokens of a prompt.", 1024),
     "random_output_len": Opt(int, "Tokens of an answer.", 128),
     "random_range_ratio": Opt(float, "Lengths vary evenly by this share, in [0, 1).", 0.0),
@@ -45,6 +51,15 @@ def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
+def require_known(workload: Mapping[str, Any]) -> None:
+    """Raises ValueError for a dataset that there is not, before a model is loaded for it."""
+    from jaxserve.cli.bench.workload import DATASETS
+
+    if workload["dataset_name"] not in ("random", *DATASETS):
+        known = ", ".join(("random", *DATASETS))
+        raise ValueError(f"--dataset-name must be one of {known}, got {workload['dataset_name']!r}")
+
+
 def generator(seed: int) -> "np.random.Generator":
     """The source of all that is random in a benchmark.
 
@@ -60,16 +75,26 @@ def generator(seed: int) -> "np.random.Generator":
 
 def requests(engine: "LLMEngine", workload: Mapping[str, Any], rng: "np.random.Generator") -> "list[SyntheticRequest]":
     """The requests that `WORKLOAD_OPTIONS` describe, of any token but the special ones."""
-    from jaxserve.cli.bench.workload import random_requests
+    from jaxserve.cli.bench.workload import dataset_requests, random_requests
 
     special = set(engine.tokenizer.all_special_ids) if engine.tokenizer else set()
+    limits = engine.core.limits()
+    token_ids = [token for token in range(limits.vocab_size) if token not in special]
+    if workload["dataset_name"] != "random":
+        return dataset_requests(
+            workload["dataset_name"],
+            workload["num_prompts"],
+            max_model_len=limits.max_model_len,
+            token_ids=token_ids,
+            rng=rng,
+        )
     return random_requests(
         workload["num_prompts"],
         input_len=workload["random_input_len"],
         output_len=workload["random_output_len"],
         range_ratio=workload["random_range_ratio"],
         prefix_len=workload["random_prefix_len"],
-        token_ids=[token for token in range(engine.core.limits().vocab_size) if token not in special],
+        token_ids=token_ids,
         rng=rng,
     )
 

@@ -33,7 +33,7 @@ def latency(
     rng = bench_engine.generator(seed)
     params = bench_engine.greedy(output_len)
     lens = {"num_prompts": batch_size, "random_input_len": input_len, "random_output_len": output_len}
-    workload = {**lens, "random_range_ratio": 0.0, "random_prefix_len": 0}
+    workload = {**lens, "dataset_name": "random", "random_range_ratio": 0.0, "random_prefix_len": 0}
     num_batches = num_iters_warmup + num_iters
     with bench_engine.start(engine) as llm, bench_engine.counting("batches", num_batches) as one_done:
 

@@ -26,21 +26,21 @@ def require_drawable(file: Path) -> None:
         ValueError: matplotlib is not installed, or draws no such file.
         OSError: the file cannot be written.
     """
-    known = _pyplot().Figure().canvas.get_supported_filetypes()
+    known = pyplot().Figure().canvas.get_supported_filetypes()
     if file.suffix[1:].lower() not in known:
         raise ValueError(f"--plot must end in one of {', '.join(f'.{ending}' for ending in sorted(known))}, got {file}")
     require_writable(file)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
         raise ValueError(f"--plot needs matplotlib: {how_to_install('plot')}") from None
     matplotlib.use("agg")  # no screen
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    return pyplot
+    return plt
 
 
 def draw(run: "Run", file: Path, *, goodput_ms: Mapping[str, float]) -> None:
@@ -49,8 +49,8 @@ def draw(run: "Run", file: Path, *, goodput_ms: Mapping[str, float]) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplot_mosaic(
+    plt = pyplot()
+    figure, axes = plt.subplot_mosaic(
         [list(METRICS), ["steps"] * 4, ["layers"] * 4, ["load"] * 4],
         figsize=(14, 10),
         height_ratios=[3, 3, 1.5, 3],
@@ -64,7 +64,7 @@ def draw(run: "Run", file: Path, *, goodput_ms: Mapping[str, float]) -> None:
     for name in ("layers", "load"):
         axes[name].sharex(axes["steps"])
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _histogram(axes: Any, title: str, values: list[float], limit: float | None) -> None:

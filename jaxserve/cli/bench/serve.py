@@ -1,6 +1,7 @@
 """`jaxserve bench serve`: requests that arrive over time, as users would send them."""
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,13 @@ def serve(
     more_goodput: Annotated[
         list[str] | None, typer.Argument(hidden=True, metavar="NAME:MS")
     ] = None,  # --goodput ttft:200 tpot:50
-    plot: Annotated[Path | None, typer.Option(help="Draw the distributions and the steps into this file.")] = None,
+    sweep_rate: Annotated[
+        bool,
+        typer.Option(help="Find the highest rate at which 90 % of the requests are good; starts at --request-rate."),
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the distributions and the steps, or the sweep, into this file.")
+    ] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     profile: ProfileOption = None,
@@ -49,14 +56,20 @@ def serve(
     between two tokens. E2EL: end-to-end latency, until the last token.
 
     Goodput: the requests a second that meet all limits, for instance --goodput ttft:200 tpot:50 (milliseconds).
+
+    With --sweep-rate the same requests come at one rate after the other.
     """
+    from jaxserve.cli.bench import sweep
     from jaxserve.cli.bench.plot import draw, require_drawable
     from jaxserve.cli.bench.workload import arrival_times
 
     percents = parse_percentiles(metric_percentiles)
     limits = parse_goodput([*(goodput or []), *(more_goodput or [])])
+    if sweep_rate and not (limits and math.isfinite(request_rate)):
+        raise ValueError("--sweep-rate needs --goodput, and a --request-rate to begin with, such as 1")
+    bench_engine.require_known(workload)
     rng = bench_engine.generator(workload["seed"])
-    arrivals = arrival_times(workload["num_prompts"], request_rate, burstiness, rng)
+    gaps = arrival_times(workload["num_prompts"], request_rate, burstiness, rng)
     require_writable(output_json)
     if plot:
         require_drawable(plot)
@@ -66,8 +79,25 @@ def serve(
             with bench_engine.counting("warm-up requests", num_warmups) as one_done:
                 drive(llm.llm_engine, [_request(r) for r in warm], [0.0] * num_warmups, on_end=one_done)
         requests = [_request(r) for r in bench_engine.requests(llm.llm_engine, workload, rng)]
-        with driver.profiled(llm, profile), bench_engine.counting("requests", len(requests)) as one_done:
-            run = drive(llm.llm_engine, requests, arrivals, max_concurrency=max_concurrency, on_end=one_done)
+
+        def measure(rate: float) -> Run:
+            arrivals = gaps if rate == request_rate else [at * request_rate / rate for at in gaps]
+            what = f"requests at {rate:.3g}/s" if sweep_rate else "requests"
+            with bench_engine.counting(what, len(requests)) as one_done:
+                return drive(llm.llm_engine, requests, arrivals, max_concurrency=max_concurrency, on_end=one_done)
+
+        with driver.profiled(llm, profile):
+            if sweep_rate:
+                points = sweep.sweep(lambda rate: sweep.point(measure(rate), rate, limits), request_rate)
+            else:
+                run = measure(request_rate)
+    if sweep_rate:
+        if not as_json:
+            sweep.print_points(points)
+        show(sweep.result(points), "bench serve", as_json=as_json, file=output_json)
+        if plot:
+            sweep.draw_front(points, plot)
+        return
     result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
     show(result, f"bench serve, {request_rate:g} requests/s", as_json=as_json, file=output_json)
     if plot:

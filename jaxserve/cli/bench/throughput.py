@@ -27,6 +27,7 @@ def throughput(
 ) -> None:
     """Time all requests together. The clock runs from handing them over to the last token."""
     require_writable(output_json)
+    bench_engine.require_known(workload)
     rng = bench_engine.generator(workload["seed"])
     with bench_engine.start(engine) as llm:
         if num_warmups:

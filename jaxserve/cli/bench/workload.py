@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +14,83 @@ class SyntheticRequest:
 
     prompt_token_ids: list[int]
     output_len: int
+
+
+class Lengths(Protocol):
+    """A distribution of numbers of tokens."""
+
+    def draw(self, num: int, rng: np.random.Generator) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantiles:
+    """Through these (share of all, tokens), geometric between them."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def draw(self, num: int, rng: np.random.Generator) -> np.ndarray:
+        shares, tokens = zip(*self.points, strict=True)
+        return np.exp(np.interp(rng.random(num), shares, np.log(tokens)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogNormal:
+    """The tokens' logarithm has the standard deviation `sigma`; what would be longer than `most` is `most`."""
+
+    mean: float
+    sigma: float
+    most: float = math.inf
+
+    def draw(self, num: int, rng: np.random.Generator) -> np.ndarray:
+        drawn = rng.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, num)
+        return np.minimum(drawn, self.most)
+
+
+class Dataset(NamedTuple):
+    """Lengths that are drawn apart: in the traces that these are modelled on, hardly anything connects them."""
+
+    prompt: Lengths
+    output: Lengths
+
+
+# Lengths alone; contents are random tokens. ShareGPT and arXiv summarisation as in the paper of layered prefill
+# (arXiv 2510.08055). Azure: percentiles of the public LLM inference traces of 2023 (Microsoft, CC-BY 4.0), from
+# Splitwise, arXiv 2311.18677. Points at 0, 0.75, 0.999 and 1 that no source gives are fitted to the means.
+DATASETS: Mapping[str, Dataset] = {
+    "sharegpt-like": Dataset(
+        Quantiles(((0, 20), (0.1, 200), (0.5, 1730), (0.9, 5696), (1, 8900))),
+        Quantiles(((0, 10), (0.1, 100), (0.5, 415), (0.9, 834), (1, 1360))),
+    ),
+    "arxiv-like": Dataset(LogNormal(mean=9194, sigma=0.5, most=32_768), LogNormal(mean=230, sigma=0.3)),
+    "azure-code-like": Dataset(
+        Quantiles(((0, 10), (0.1, 147), (0.5, 1469), (0.9, 5194), (0.99, 7436), (1, 7437))),
+        Quantiles(((0, 1), (0.1, 7), (0.5, 13), (0.75, 20), (0.9, 55), (0.99, 252), (0.999, 600), (1, 1899))),
+    ),
+    "azure-conv-like": Dataset(
+        Quantiles(((0, 20), (0.1, 207), (0.5, 1020), (0.75, 1250), (0.9, 2735), (0.99, 4142), (1, 14_050))),
+        Quantiles(((0, 5), (0.1, 54), (0.5, 129), (0.75, 360), (0.9, 424), (0.99, 601), (1, 1000))),
+    ),
+}
+
+
+def dataset_requests(
+    name: str, num: int, *, max_model_len: int, token_ids: Sequence[int], rng: np.random.Generator
+) -> list[SyntheticRequest]:
+    """`num` requests with the lengths of one of DATASETS, cut where they are too long for the model.
+
+    Raises:
+        ValueError: no request.
+    """
+    if num < 1:
+        raise ValueError(f"num_prompts must be at least 1, got {num}")
+    prompts, outputs = (np.maximum(1, lengths.draw(num, rng)).astype(int) for lengths in DATASETS[name])
+    outputs = np.minimum(outputs, max_model_len - 1)
+    prompts = np.minimum(prompts, max_model_len - outputs)
+    choices = np.asarray(token_ids)
+    return [
+        SyntheticRequest(prompt_token_ids=rng.choice(choices, prompt).tolist(), output_len=int(output))
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def arrival_times(num: int, request_rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
