@@ -12,6 +12,7 @@ import typer
 
 from jaxserve.cli import engine as driver
 from jaxserve.cli.bench import engine as bench_engine
+from jaxserve.cli.bench.energy import Energy, used
 from jaxserve.cli.bench.metrics import RequestRecord, parse_goodput, parse_percentiles, summary
 from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import require_writable, show
@@ -90,7 +91,9 @@ def serve(
             if sweep_rate:
                 points = sweep.sweep(lambda rate: sweep.point(measure(rate), rate, limits), request_rate)
             else:
+                energy = Energy()
                 run = measure(request_rate)
+                joules = energy.joules()
     if sweep_rate:
         if not as_json:
             sweep.print_points(points)
@@ -99,6 +102,7 @@ def serve(
             sweep.draw_front(points, plot)
         return
     result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
+    result |= used(joules, result["total_input_tokens"] + result["total_output_tokens"])
     show(result, f"bench serve, {request_rate:g} requests/s", as_json=as_json, file=output_json)
     if plot:
         draw(run, plot, goodput_ms=limits)

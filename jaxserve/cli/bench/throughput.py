@@ -8,6 +8,7 @@ import typer
 
 from jaxserve.cli import engine as driver
 from jaxserve.cli.bench import engine as bench_engine
+from jaxserve.cli.bench.energy import Energy, used
 from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import require_writable, show
 
@@ -34,11 +35,13 @@ def throughput(
             _run(llm, bench_engine.requests(llm.llm_engine, {**workload, "num_prompts": num_warmups}, rng))
         requests = bench_engine.requests(llm.llm_engine, workload, rng)
         with driver.profiled(llm, profile):
+            energy = Energy()
             elapsed_s, output_tokens = _run(llm, requests)
+            joules = energy.joules()
     prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-    show(
-        summary(len(requests), prompt_tokens, output_tokens, elapsed_s), "throughput", as_json=as_json, file=output_json
-    )
+    result = summary(len(requests), prompt_tokens, output_tokens, elapsed_s)
+    result |= used(joules, prompt_tokens + output_tokens)
+    show(result, "throughput", as_json=as_json, file=output_json)
 
 
 def summary(num_requests: int, prompt_tokens: int, output_tokens: int, elapsed_s: float) -> dict[str, Any]:
