@@ -31,11 +31,12 @@ from jaxserve.programs import Compiler, Programs
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.request import Request
 from jaxserve.slots import EDITS, LOGPROBS, RANDOM, edit_row, feature_flags, fill_slot_row
-from jaxserve.step_future import StepFuture
+from jaxserve.step_future import Cohort, StepFuture
 from jaxserve.step_programs import (
     SampleShape,
     StepShape,
     forward_step,
+    resize,
     sample_step,
     score_step,
     start_edits,
@@ -64,6 +65,8 @@ class Runner:
         self._sampling = init_sampling(config.max_num_seqs, model.config.vocab_size)
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
+        self._cohort = Cohort(())
+        self._frontier: Array | None = None  # of the cohort, where its last span ended below the last layer
         self.shapes = default_shapes(config)
         self._compiler = Compiler(num_compile_threads, compile_process.compiler)
         self._abstract = jax.tree.map(
@@ -88,12 +91,18 @@ class Runner:
             assert isinstance(request.sampling, CoreRequest)
         self._write_slots(plan.new_slots)
         self._write_tables(plan)
-        shape, forward = self._forward.get(self.shape_of(plan))
-        hidden, prefill_hidden, self.kv, self._sequences = forward(
-            self._params, self.kv, self._sequences, self._pack(plan, shape)
-        )
-        scored = self._score_prompts(plan, prefill_hidden)
-        return StepFuture(plan, shape, hidden, scored)
+        if plan.span is None or plan.span[0] == 0:
+            self._cohort = Cohort.of(plan)
+        cohort = self._cohort
+        shape, forward = self._forward.get(self.shape_of(plan, cohort))
+        arguments = (self._params, self.kv, self._sequences, self._pack(plan, cohort, shape))
+        if shape.starts_above:
+            arguments += (self._frontier_of(shape),)
+        hidden, prefill_hidden, self.kv, self._sequences = forward(*arguments)
+        if plan.prefill:
+            self._frontier = None if plan.completes else prefill_hidden
+        scored = self._score_prompts(plan, cohort, prefill_hidden)
+        return StepFuture(plan, cohort, shape, hidden, scored)
 
     def sample(self, future: StepFuture, slots: Sequence[int] = (), masks: np.ndarray | None = None) -> None:
         """Starts to draw the tokens of the step dispatched last, and returns without waiting for the device.
@@ -105,16 +114,21 @@ class Runner:
             self._write_masks(slots, masks)
         hidden, future.hidden = future.hidden, None
         assert hidden is not None, "the step was sampled before"
-        future.sampled = self._dispatch_sample(future.plan, future.shape, hidden)
+        future.sampled = self._dispatch_sample(future, hidden)
 
-    def shape_of(self, plan: StepPlan) -> StepShape:
+    def shape_of(self, plan: StepPlan, cohort: Cohort) -> StepShape:
         """The cheapest shape of the default set that holds the plan."""
-        wanted = StepShape(
-            decode_rows=len(plan.decode), prefill_tokens=plan.num_prefill_tokens, prefill_seqs=len(plan.prefill)
-        )
+        tokens, seqs = (cohort.num_tokens, len(cohort.members)) if plan.prefill else (0, 0)
+        wanted = StepShape(decode_rows=len(plan.decode), prefill_tokens=tokens, prefill_seqs=seqs)
         return dataclasses.replace(next(shape for shape in self.shapes if shape.covers(wanted)), span=plan.span)
 
-    def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
+    def _frontier_of(self, shape: StepShape) -> Array:
+        assert self._frontier is not None, "nobody stands above layer 0"
+        if self._frontier.shape[0] == shape.prefill_tokens:
+            return self._frontier
+        return resize(self._frontier, rows=shape.prefill_tokens)  # only a larger program was ready
+
+    def _pack(self, plan: StepPlan, cohort: Cohort, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""
         b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
         ints = np.zeros(shape.num_ints, np.int32)
@@ -122,22 +136,24 @@ class Runner:
         ints[len(plan.decode) : b] = self._dummy
         seq_slots, starts, cu_q_lens = np.split(ints[b + t :], [s, 2 * s])
         seq_slots[:] = self._dummy
-        end = 0
-        for i, row in enumerate(plan.prefill):
-            begin, end = end, end + len(row.token_ids)
-            ints[b + begin : b + end] = row.token_ids
-            seq_slots[i], starts[i], cu_q_lens[i + 1] = row.slot, row.start, end
-        cu_q_lens[len(plan.prefill) + 1 :] = end
+        if plan.prefill:
+            counts = [count for *_, count in cohort.members]
+            cu_q_lens[1 : len(counts) + 1] = np.cumsum(counts)
+            cu_q_lens[len(counts) + 1 :] = cohort.num_tokens
+        for row, (place, begin) in zip(plan.prefill, cohort.places(plan), strict=True):
+            ints[b + begin : b + begin + len(row.token_ids)] = row.token_ids
+            seq_slots[place], starts[place] = row.slot, row.start
         return ints
 
-    def _dispatch_sample(self, plan: StepPlan, shape: StepShape, hidden: Array) -> Sampled | None:
+    def _dispatch_sample(self, future: StepFuture, hidden: Array) -> Sampled | None:
+        plan, shape = future.plan, future.shape
         if not plan.decode and not any(row.samples for row in plan.prefill):
             return None
         rows = np.full(shape.sample_rows, self._dummy, np.int32)
         rows[: len(plan.decode)] = decode_slots(plan)
-        for i, row in enumerate(plan.prefill, start=shape.decode_rows):
+        for row, (place, _) in zip(plan.prefill, future.cohort.places(plan), strict=True):
             if row.samples:
-                rows[i] = row.slot
+                rows[shape.decode_rows + place] = row.slot
         flags = int(np.bitwise_or.reduce(self._flags[rows]))
         features = SamplingFeatures(
             random=bool(flags & RANDOM),
@@ -151,15 +167,14 @@ class Runner:
                 field.copy_to_host_async()
         return sampled
 
-    def _score_prompts(self, plan: StepPlan, hidden: Array) -> Sampled | None:
-        if all(row.request.sampling.params.prompt_logprobs is None for row in plan.prefill):
+    def _score_prompts(self, plan: StepPlan, cohort: Cohort, hidden: Array) -> Sampled | None:
+        if not plan.completes or all(row.request.sampling.params.prompt_logprobs is None for row in plan.prefill):
             return None
-        targets, offset = np.zeros(hidden.shape[0], np.int32), 0
-        for row in plan.prefill:
+        targets = np.zeros(hidden.shape[0], np.int32)
+        for row, (_, offset) in zip(plan.prefill, cohort.places(plan), strict=True):
             prompt = row.request.prompt_token_ids
             following = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             targets[offset : offset + len(following)] = following
-            offset += len(row.token_ids)
         key, program = self._score.get(Rows(next(t for t in self.config.prefill_tokens if t >= hidden.shape[0])))
         missing = key.count - hidden.shape[0]  # where only a larger program is ready
         return program(self._head, jnp.pad(hidden, ((0, missing), (0, 0))), np.pad(targets, (0, missing)))
@@ -264,7 +279,10 @@ class Runner:
 
     def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract
-        return compiled(forward_step, self._model, params, kv, sequences, int32(shape.num_ints), shape=shape)
+        arguments = (params, kv, sequences, int32(shape.num_ints))
+        if shape.starts_above:
+            arguments += (self._hidden(shape.prefill_tokens),)
+        return compiled(forward_step, self._model, *arguments, shape=shape)
 
     def _build_sample(self, shape: SampleShape, compiled: Any) -> Callable:
         _, head, _, sequences, sampling = self._abstract
