@@ -18,7 +18,16 @@ from jaxserve.grammars import Grammars
 from jaxserve.input_processor import RequestLimits, eos_token_ids
 from jaxserve.metrics import EngineMetrics, StepRecord, StepRecorder
 from jaxserve.runner import Runner
-from jaxserve.scheduler import PagePool, PoolTooSmall, QueueFull, Request, RequestUpdate, Scheduler, StepPlan
+from jaxserve.scheduler import (
+    PagePool,
+    PoolTooSmall,
+    QueueFull,
+    Request,
+    RequestUpdate,
+    Scheduler,
+    StepPlan,
+    prefill_policy,
+)
 from jaxserve.step_future import StepFuture
 
 
@@ -59,11 +68,16 @@ class EngineCore:
         scheduler_config, runner_config = resolve(
             config, loaded.model.config, params_bytes=params_bytes, dtype_bytes=jnp.dtype(dtype).itemsize
         )
-        pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
-        scheduler = Scheduler(scheduler_config, pool, enable_prefix_caching=config.cache.enable_prefix_caching)
         blocks = config.runtime.warm_up == "blocking"
         threads = min(8, num_cpus()) if blocks else 1  # beside running steps one thread has to do
         runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
+        pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
+        scheduler = Scheduler(
+            scheduler_config,
+            pool,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            prefill=prefill_policy(scheduler_config, runner.num_layers, runner.span_rows),
+        )
         if config.runtime.warm_up != "off":
             try:
                 runner.warm_up(block=blocks)
@@ -104,6 +118,7 @@ class EngineCore:
             min_tokens=core.params.min_tokens,
             stop_token_ids=frozenset(core.params.stop_token_ids or ()),
             eos_token_ids=frozenset(core.eos_token_ids),
+            arrival_time=core.arrival_time,
             priority=core.priority,
             deadline=core.deadline,
             cache_salt=core.cache_salt,
@@ -202,7 +217,8 @@ class EngineCore:
 
     def _record(self, plan: StepPlan, num_new_tokens: int, now: float) -> None:
         self._metrics.count_step(len(plan.decode) + plan.num_prefill_tokens)
-        self._recorder.end(plan, self.scheduler.stats(), num_new_tokens=num_new_tokens, now=now)
+        record = self._recorder.end(plan, self.scheduler.stats(), num_new_tokens=num_new_tokens, now=now)
+        self.scheduler.observe(plan, record.duration_s)
 
     def _release_held(self) -> list[CoreOutput]:
         """Lets requests go whose grammars are ready; ends those whose grammars cannot be used."""

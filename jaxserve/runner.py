@@ -28,15 +28,14 @@ from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
 from jaxserve.models.base import Model
 from jaxserve.programs import Compiler, Programs
-from jaxserve.scheduler.plan import StepPlan
+from jaxserve.scheduler.plan import Cohort, StepPlan
 from jaxserve.scheduler.request import Request
 from jaxserve.slots import EDITS, LOGPROBS, RANDOM, edit_row, feature_flags, fill_slot_row
-from jaxserve.step_future import Cohort, StepFuture
+from jaxserve.step_future import StepFuture
 from jaxserve.step_programs import (
     SampleShape,
     StepShape,
     forward_step,
-    resize,
     sample_step,
     score_step,
     start_edits,
@@ -65,8 +64,7 @@ class Runner:
         self._sampling = init_sampling(config.max_num_seqs, model.config.vocab_size)
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
-        self._cohort = Cohort(())
-        self._frontier: Array | None = None  # of the cohort, where its last span ended below the last layer
+        self._frontiers: dict[Cohort, Array] = {}  # where the rows of each cohort in flight stand, [T, D]
         self.shapes = default_shapes(config)
         self._compiler = Compiler(num_compile_threads, compile_process.compiler)
         self._abstract = jax.tree.map(
@@ -91,18 +89,17 @@ class Runner:
             assert isinstance(request.sampling, CoreRequest)
         self._write_slots(plan.new_slots)
         self._write_tables(plan)
-        if plan.span is None or plan.span[0] == 0:
-            self._cohort = Cohort.of(plan)
-        cohort = self._cohort
-        shape, forward = self._forward.get(self.shape_of(plan, cohort))
-        arguments = (self._params, self.kv, self._sequences, self._pack(plan, cohort, shape))
-        if shape.starts_above:
-            arguments += (self._frontier_of(shape),)
+        shape, forward = self._forward.get(self.shape_of(plan))
+        arguments = (self._params, self.kv, self._sequences, self._pack(plan, shape))
+        cohort = plan.cohort
+        if cohort is not None and shape.starts_above:
+            arguments += (self._frontiers.pop(cohort),)
         hidden, prefill_hidden, self.kv, self._sequences = forward(*arguments)
-        if plan.prefill:
-            self._frontier = None if plan.completes else prefill_hidden
-        scored = self._score_prompts(plan, cohort, prefill_hidden)
-        return StepFuture(plan, cohort, shape, hidden, scored)
+        if cohort is not None and not plan.completes:
+            self._frontiers = {other: rows for other, rows in self._frontiers.items() if other.live()}
+            self._frontiers[cohort] = prefill_hidden
+        scored = self._score_prompts(plan, prefill_hidden)
+        return StepFuture(plan, shape, hidden, scored)
 
     def sample(self, future: StepFuture, slots: Sequence[int] = (), masks: np.ndarray | None = None) -> None:
         """Starts to draw the tokens of the step dispatched last, and returns without waiting for the device.
@@ -116,19 +113,39 @@ class Runner:
         assert hidden is not None, "the step was sampled before"
         future.sampled = self._dispatch_sample(future, hidden)
 
-    def shape_of(self, plan: StepPlan, cohort: Cohort) -> StepShape:
-        """The cheapest shape of the default set that holds the plan."""
-        tokens, seqs = (cohort.num_tokens, len(cohort.members)) if plan.prefill else (0, 0)
-        wanted = StepShape(decode_rows=len(plan.decode), prefill_tokens=tokens, prefill_seqs=seqs)
-        return dataclasses.replace(next(shape for shape in self.shapes if shape.covers(wanted)), span=plan.span)
+    def shape_of(self, plan: StepPlan) -> StepShape:
+        """The cheapest shape of the default set that holds the plan; with a span, the one that its cohort keeps to."""
+        num_decodes = len(plan.decode)
+        if plan.cohort is None:
+            wanted = StepShape(decode_rows=num_decodes, prefill_tokens=0, prefill_seqs=0)
+        else:
+            num_seqs = len(plan.cohort.members)
+            wanted = StepShape(decode_rows=num_decodes, prefill_tokens=plan.cohort.num_rows, prefill_seqs=num_seqs)
+        if plan.span is None:
+            return self._covering(wanted)
+        rows = next(rows for rows in self.config.mixed_decode_rows if rows >= num_decodes)
+        whole = self._covering(dataclasses.replace(wanted, decode_rows=self.config.max_num_seqs))
+        return dataclasses.replace(whole, decode_rows=rows, span=plan.span)
 
-    def _frontier_of(self, shape: StepShape) -> Array:
-        assert self._frontier is not None, "nobody stands above layer 0"
-        if self._frontier.shape[0] == shape.prefill_tokens:
-            return self._frontier
-        return resize(self._frontier, rows=shape.prefill_tokens)  # only a larger program was ready
+    def _covering(self, wanted: StepShape) -> StepShape:
+        return next(shape for shape in self.shapes if shape.covers(wanted))
 
-    def _pack(self, plan: StepPlan, cohort: Cohort, shape: StepShape) -> np.ndarray:
+    def span_rows(self, num_tokens: int, num_seqs: int, spans: Sequence[tuple[int, int]]) -> int | None:
+        """The prefill rows of the programs that take so many prompt tokens through these spans.
+
+        None, while they are not all ready for any number of decode rows: then they are on their way. Without warm-up
+        programs are never ready before a step needs them, and this waits for none.
+        """
+        whole = self._covering(
+            StepShape(decode_rows=self.config.max_num_seqs, prefill_tokens=num_tokens, prefill_seqs=num_seqs)
+        )
+        keys = [dataclasses.replace(whole, span=span) for span in spans]
+        if self._warm_up_jobs and not all(map(self._forward.is_ready, keys)):
+            self._forward.request(keys)
+            return None
+        return whole.prefill_tokens
+
+    def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""
         b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
         ints = np.zeros(shape.num_ints, np.int32)
@@ -136,11 +153,11 @@ class Runner:
         ints[len(plan.decode) : b] = self._dummy
         seq_slots, starts, cu_q_lens = np.split(ints[b + t :], [s, 2 * s])
         seq_slots[:] = self._dummy
-        if plan.prefill:
-            counts = [count for *_, count in cohort.members]
+        if plan.cohort is not None:
+            counts = [count for *_, count in plan.cohort.members]
             cu_q_lens[1 : len(counts) + 1] = np.cumsum(counts)
-            cu_q_lens[len(counts) + 1 :] = cohort.num_tokens
-        for row, (place, begin) in zip(plan.prefill, cohort.places(plan), strict=True):
+            cu_q_lens[len(counts) + 1 :] = plan.cohort.num_tokens
+        for row, (place, begin) in zip(plan.prefill, plan.places(), strict=True):
             ints[b + begin : b + begin + len(row.token_ids)] = row.token_ids
             seq_slots[place], starts[place] = row.slot, row.start
         return ints
@@ -151,7 +168,7 @@ class Runner:
             return None
         rows = np.full(shape.sample_rows, self._dummy, np.int32)
         rows[: len(plan.decode)] = decode_slots(plan)
-        for row, (place, _) in zip(plan.prefill, future.cohort.places(plan), strict=True):
+        for row, (place, _) in zip(plan.prefill, plan.places(), strict=True):
             if row.samples:
                 rows[shape.decode_rows + place] = row.slot
         flags = int(np.bitwise_or.reduce(self._flags[rows]))
@@ -167,11 +184,11 @@ class Runner:
                 field.copy_to_host_async()
         return sampled
 
-    def _score_prompts(self, plan: StepPlan, cohort: Cohort, hidden: Array) -> Sampled | None:
+    def _score_prompts(self, plan: StepPlan, hidden: Array) -> Sampled | None:
         if not plan.completes or all(row.request.sampling.params.prompt_logprobs is None for row in plan.prefill):
             return None
         targets = np.zeros(hidden.shape[0], np.int32)
-        for row, (_, offset) in zip(plan.prefill, cohort.places(plan), strict=True):
+        for row, (_, offset) in zip(plan.prefill, plan.places(), strict=True):
             prompt = row.request.prompt_token_ids
             following = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             targets[offset : offset + len(following)] = following

@@ -13,38 +13,11 @@ from jaxserve.scheduler.request import Request
 from jaxserve.step_programs import StepShape
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cohort:
-    """The prompts that go through the layers together, and where each has its rows: the same in all of their steps.
-
-    A member that ended or was pre-empted since the first step keeps its rows, as padding: the frontier does not move.
-    """
-
-    members: tuple[tuple[Request, int, int], ...]  # (request, epoch, query tokens)
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> "Cohort":
-        return cls(tuple((row.request, row.epoch, len(row.token_ids)) for row in plan.prefill))
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(count for *_, count in self.members)
-
-    def places(self, plan: StepPlan) -> list[tuple[int, int]]:
-        """(number of the member, first of its rows) of each of the plan's prefill rows."""
-        found, offset = {}, 0
-        for number, (request, epoch, count) in enumerate(self.members):
-            found[request, epoch] = number, offset
-            offset += count
-        return [found[row.request, row.epoch] for row in plan.prefill]
-
-
 @dataclasses.dataclass(slots=True)
 class StepFuture:
     """A step on its way: computed, then sampled. `result()` waits for the device."""
 
     plan: StepPlan
-    cohort: Cohort
     shape: StepShape
     hidden: Array | None  # [R, D], until `Runner.sample`
     scored: Sampled | None  # logprobs of the prefill region's next tokens; None: no row asked
@@ -56,7 +29,7 @@ class StepFuture:
         if self.sampled is None:
             return StepResult(token_ids=[[] for _ in prefill])
         tokens = np.asarray(self.sampled.token_ids).tolist()
-        rows = [*range(len(decode)), *(self.shape.decode_rows + place for place, _ in self.cohort.places(self.plan))]
+        rows = [*range(len(decode)), *(self.shape.decode_rows + place for place, _ in self.plan.places())]
         samples = [True] * len(decode) + [row.samples for row in prefill]
         token_ids = [[tokens[row]] if ok else [] for row, ok in zip(rows, samples, strict=True)]
         if self.sampled.logprob is None:
@@ -75,7 +48,7 @@ class StepFuture:
         if self.scored is None:
             return found
         host = on_host(self.scored)
-        for row, (_, offset) in zip(self.plan.prefill, self.cohort.places(self.plan), strict=True):
+        for row, (_, offset) in zip(self.plan.prefill, self.plan.places(), strict=True):
             if row.request.sampling.params.prompt_logprobs is not None and row.epoch == row.request.epoch:
                 k = row.request.sampling.params.prompt_logprobs
                 count = min(len(row.token_ids), len(row.request.prompt_token_ids) - 1 - row.start)

@@ -29,12 +29,11 @@ class StepShape:
     span: tuple[int, int] | None = None  # layers that the prefill rows pass, [lo, hi); None = all
 
     def covers(self, other: "StepShape") -> bool:
-        return (
-            self.decode_rows >= other.decode_rows
-            and self.prefill_tokens >= other.prefill_tokens
-            and self.prefill_seqs >= other.prefill_seqs
-            and self.span == other.span
-        )
+        if self.span != other.span or self.decode_rows < other.decode_rows:
+            return False
+        if self.span is not None:  # the frontier has so many rows, and keeps them
+            return (self.prefill_tokens, self.prefill_seqs) == (other.prefill_tokens, other.prefill_seqs)
+        return self.prefill_tokens >= other.prefill_tokens and self.prefill_seqs >= other.prefill_seqs
 
     @property
     def cost(self) -> int:
@@ -165,12 +164,6 @@ def score_step(model: Model, head: dict, hidden: Array, token_ids: Array, *, num
     blocks = (hidden.reshape(-1, rows, hidden.shape[1]), token_ids.reshape(-1, rows))
     scored = jax.lax.map(lambda block: score(model.logits(head, block[0]), block[1], num_logprobs), blocks)
     return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), scored)
-
-
-@functools.partial(jax.jit, static_argnames="rows")
-def resize(frontier: Array, *, rows: int) -> Array:
-    """A frontier [T, D] for a program with another T: rows of padding added or taken away."""
-    return jnp.pad(frontier[:rows], ((0, max(0, rows - frontier.shape[0])), (0, 0)))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

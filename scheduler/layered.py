@@ -3,54 +3,222 @@
 Chunked prefill cuts a prompt along its tokens, and reads all layers' weights again for each chunk. Layered prefill cuts
 along the layers: each token passes each layer once, and a step computes one group of layers for the whole prompt. That
 matters most for mixtures of experts, whose weights a chunk reads nearly all of. Source: arXiv 2510.08055.
+
+How this works. Prompts that begin together are a **cohort**. Its members stay the same and stand at the same layer; who
+ends or is pre-empted leaves it and, where it comes back, begins anew. A prompt that is cut goes on in a later cohort.
+Between two groups another cohort may overtake, if the order (overtaking.py) ranks it before; the one overtaken waits
+with its rows on the device where they are. So each step: drop cohorts that nobody is left of; rank those in flight and
+the prompts that wait; go on with the best, or let the best prompts begin. When they begin, what a step may take beside
+decodes decides how: all layers at once where that is short enough, else groups, or chunks.
 """
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jaxserve.scheduler.chunked import ChunkedPrefill
 from jaxserve.scheduler.config import SchedulerConfig
-from jaxserve.scheduler.request import Request
+from jaxserve.scheduler.overtaking import ORDERS, Job, Rank, fcfs
+from jaxserve.scheduler.plan import Cohort, Draft, StepPlan, Turn
+from jaxserve.scheduler.request import Request, Status
+from jaxserve.scheduler.step_time import StepTimeModel, StepWork
 
 GROUP_COUNTS = (1, 2, 4, 8, 16)
 TOKENS_OF_A_GROUP = 512  # with which the paper's steps take as long as those of chunks of 512
+MAX_COHORTS = 4  # in flight at once: each that waits holds its rows in device memory
+GAIN = 0.95  # what layers must take of the time of chunks, for "auto" to choose them: chunks let others in meanwhile
+
+Span = tuple[int, int]
+Programs = Callable[[int, int, list[Span]], int | None]
+
+
+class Opening(NamedTuple):
+    """How the cohort that begins in this step passes the layers."""
+
+    max_tokens: int
+    groups: int
+    num_rows: int  # of the programs that are ready for that
 
 
 class LayeredPrefill(ChunkedPrefill):
-    """Prompts that begin together are a cohort. Nobody joins it, and no other prompt runs, until it has passed the last
-    group; a member that ends or is pre-empted leaves it. A prompt that the budget cuts goes on in the next cohort.
+    """Args:
+    programs: the prefill rows of the programs that are ready to take so many tokens of so many prompts through each
+        of these spans, beside any number of decodes; None while they are not.
     """
 
-    def __init__(self, config: SchedulerConfig, num_layers: int):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_layers: int,
+        programs: Programs = lambda num_tokens, num_seqs, spans: num_tokens,
+    ):
         super().__init__(config)
+        self.step_time = StepTimeModel()
         self._num_layers = num_layers
-        self._members: dict[tuple[Request, int], int] = {}  # (request, epoch) -> query tokens
-        self._borders: list[int] = []  # of the groups that are left, and the last layer's end
+        self._programs = programs
+        self._max_seqs = config.max_prefill_seqs
+        self._max_decodes = config.max_num_seqs
+        # What fits beside all decodes that may come while the cohort is in flight
+        self._max_tokens = max(1, config.max_num_batched_tokens - config.tokens_for(config.max_num_seqs))
+        self._target_s = None if config.target_tbt_ms is None else config.target_tbt_ms / 1e3
+        self._may_choose_chunks = config.prefill == "auto"
+        self._order = ORDERS[config.prefill_order]
+        self._overtakes = self._order is not fcfs or config.policy == "priority"
+        self._in_flight: dict[Cohort, list[int]] = {}  # where its groups that are left begin, and the last one's end
+        self._opening = Opening(self._max_tokens, 1, 0)
 
-    def num_query_tokens(self, request: Request, num_left: int, budget: int) -> int:
-        if not self._in_flight():
-            return super().num_query_tokens(request, num_left, budget)
-        return self._members.get((request, request.epoch), 0)
+    # The scheduler's side
 
-    def span(self, picked: Mapping[Request, int]) -> tuple[tuple[int, int], bool]:
-        if not self._in_flight():
-            self._members = {(request, request.epoch): count for request, count in picked.items()}
-            self._borders = borders(self._num_layers, num_groups(sum(picked.values())))
-        lo, hi, *rest = self._borders
-        self._borders = [hi, *rest]
-        if not rest:
-            self._members = {}
-        return (lo, hi), not rest
+    def choose(self, draft: Draft, candidates: list[Request]) -> tuple[Sequence[Request], Cohort | None]:
+        self._in_flight = {cohort: left for cohort, left in self._in_flight.items() if cohort.live()}
+        if not self._in_flight and not candidates:
+            return (), None
+        token_s = self._token_s(draft)
+        ranks = {cohort: self._order(self._job(cohort), draft.now, token_s) for cohort in self._in_flight}
+        first = min(ranks, key=lambda cohort: ranks[cohort], default=None)
+        goes_on = first if first is not None and first.num_tokens <= draft.budget else None
+        if first is not None and (not self._overtakes or len(ranks) == MAX_COHORTS):
+            return (), goes_on
+        busy = {request for cohort in ranks for request in cohort.live()}
+        ranked = [(self._order(_job(r), draft.now, token_s), r) for r in candidates if r not in busy]
+        # Running prompts keep their order, so that one that needs pages can take them from those behind
+        ranked.sort(key=lambda pair: pair[0] if pair[1].status is Status.WAITING else ())
+        best = [pair for pair in ranked if first is None or pair[0] < ranks[first]]
+        return self._open(draft, best), goes_on
 
-    def _in_flight(self) -> bool:
-        return any(request.epoch == epoch for request, epoch in self._members)
+    def turn(self, draft: Draft) -> Turn:
+        cohort = draft.cohort
+        if cohort is None:
+            cohort, groups = self._form(draft)
+            left = borders(self._num_layers, groups)
+        else:
+            left = self._in_flight.pop(cohort)
+        lo, hi, *rest = left
+        if rest:
+            self._in_flight[cohort] = [hi, *rest]
+        span = None if (lo, hi) == (0, self._num_layers) else (lo, hi)
+        return Turn(cohort, span, not rest)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        work = StepWork(len(plan.decode), plan.num_kv_tokens)
+        if plan.cohort is not None:
+            lo, hi = plan.span or (0, self._num_layers)
+            pairs = sum(len(row.token_ids) * (row.start + len(row.token_ids) / 2) for row in plan.prefill)
+            share = (hi - lo) / self._num_layers
+            work = work._replace(num_prefill_tokens=plan.cohort.num_tokens, num_pairs=pairs, share=share)
+        self.step_time.observe(work, seconds)
+
+    # A cohort that begins
+
+    def _open(self, draft: Draft, ranked: list[tuple[Rank, Request]]) -> list[Request]:
+        """Those who may be in it, and with that how they pass the layers."""
+        members, total, groups = [], 0, 1
+        for rank, request in ranked:
+            left = request.num_tokens - request.num_computed_tokens
+            left = min(left, self._threshold or left)
+            if not members:
+                groups = self._num_groups(draft, left)
+            elif rank < ranked[0][0]:
+                break  # it will overtake
+            elif self._order is not fcfs and not self._fits(draft, total + left, groups):
+                break  # the first would wait for it
+            members.append(request)
+            total += left
+            if total >= self._max_tokens or len(members) == self._max_seqs:
+                break
+        if members:
+            self._opening = self._how(draft, min(total, self._max_tokens), len(members))
+        return members
+
+    def _how(self, draft: Draft, num_tokens: int, num_seqs: int) -> Opening:
+        groups = self._num_groups(draft, num_tokens) if draft.num_decodes else 1
+        if groups == 1:  # short enough, or nobody waits for his next token meanwhile
+            return Opening(self._max_tokens, 1, 0)
+        chunk = self._chunk(draft)
+        if self._may_choose_chunks and not self._layers_pay(draft, num_tokens, groups, chunk):
+            return Opening(chunk, 1, 0)
+        num_rows = self._programs(num_tokens, num_seqs, spans(self._num_layers, groups))
+        if num_rows is None:
+            return Opening(chunk, 1, 0)
+        return Opening(self._max_tokens, groups, num_rows)
+
+    def _room(self, draft: Draft) -> int:
+        return min(draft.budget, self._opening.max_tokens - sum(draft.prefill.values()))
+
+    def _form(self, draft: Draft) -> tuple[Cohort, int]:
+        """The cohort of who found a place: with hits in the prefix cache, fewer tokens than `_open` counted on."""
+        _, groups, num_rows = self._opening
+        num_tokens, num_seqs = sum(draft.prefill.values()), len(draft.prefill)
+        if groups > 1 and (fewer := self._num_groups(draft, num_tokens)) <= groups:
+            exact = 0 if fewer == 1 else self._programs(num_tokens, num_seqs, spans(self._num_layers, fewer))
+            if exact is not None:
+                groups, num_rows = fewer, exact
+        return Cohort.of(draft.prefill, num_rows), groups
+
+    # What a step may take
+
+    def _num_groups(self, draft: Draft, num_tokens: int) -> int:
+        """The fewest with which a step is short enough beside the decodes; the most there are, if none is."""
+        return next((n for n in GROUP_COUNTS if self._fits(draft, num_tokens, n)), GROUP_COUNTS[-1])
+
+    def _chunk(self, draft: Draft) -> int:
+        """The largest part of the budget that passes all layers in a step that is short enough."""
+        parts = [max(1, self._max_tokens // n) for n in GROUP_COUNTS]
+        return next((part for part in parts if self._fits(draft, part, 1)), parts[-1])
+
+    def _fits(self, draft: Draft, num_tokens: int, groups: int) -> bool:
+        if self._target_s is None or (seconds := self._step_s(draft, num_tokens, groups)) is None:
+            return num_tokens <= TOKENS_OF_A_GROUP * groups
+        return seconds <= self._target_s
+
+    def _step_s(self, draft: Draft, num_tokens: float, groups: int) -> float | None:
+        """Of a step that takes so many tokens through the largest of so many groups of layers."""
+        share = -(-self._num_layers // groups) / self._num_layers
+        work = StepWork(draft.num_decodes, draft.num_kv_tokens, int(num_tokens), num_tokens**2 / 2, share)
+        return self.step_time.seconds(work)
+
+    def _layers_pay(self, draft: Draft, num_tokens: int, groups: int, chunk: int) -> bool:
+        layers, chunks = self._step_s(draft, num_tokens, groups), self._step_s(draft, chunk, 1)
+        if layers is None or chunks is None:
+            return False
+        return groups * layers < GAIN * math.ceil(num_tokens / chunk) * chunks
+
+    def _token_s(self, draft: Draft) -> float:
+        """Seconds that a token of a prompt takes beside the present decodes."""
+        if self._order is not ORDERS["slack"]:
+            return 0.0
+        chunk = self._chunk(draft)
+        return (self._step_s(draft, chunk, 1) or 0.0) / chunk
+
+    def _job(self, cohort: Cohort) -> Job:
+        jobs = [_job(request) for request in cohort.live()]
+        share = 1.0 - self._in_flight[cohort][0] / self._num_layers
+        return Job(
+            min(job.priority for job in jobs),
+            min(job.arrival_time for job in jobs),
+            min(job.deadline for job in jobs),
+            cohort.num_tokens * share,
+        )
 
 
-def num_groups(num_tokens: int) -> int:
-    """The fewest groups of at most `TOKENS_OF_A_GROUP` tokens' worth of work, of those that there are programs for."""
-    return next((n for n in GROUP_COUNTS if n * TOKENS_OF_A_GROUP >= num_tokens), GROUP_COUNTS[-1])
+def _job(request: Request) -> Job:
+    deadline = math.inf if request.deadline is None else request.deadline
+    return Job(request.order[0], request.arrival_time, deadline, request.num_tokens - request.num_computed_tokens)
+
+
+def prefill_policy(config: SchedulerConfig, num_layers: int, programs: Programs) -> ChunkedPrefill:
+    """What `config` asks for."""
+    return ChunkedPrefill(config) if config.prefill == "chunked" else LayeredPrefill(config, num_layers, programs)
 
 
 def borders(num_layers: int, groups: int) -> list[int]:
     """Where the groups begin, and where the last one ends; the first ones take the layers that are left over."""
-    size, rest = divmod(num_layers, min(groups, num_layers))
-    return [group * size + min(group, rest) for group in range(min(groups, num_layers) + 1)]
+    groups = min(groups, num_layers)
+    size, rest = divmod(num_layers, groups)
+    return [group * size + min(group, rest) for group in range(groups + 1)]
+
+
+def spans(num_layers: int, groups: int) -> list[Span]:
+    found = borders(num_layers, groups)
+    return list(itertools.pairwise(found))

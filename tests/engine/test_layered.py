@@ -4,7 +4,6 @@ import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.scheduler import layered
-from jaxserve.scheduler.layered import LayeredPrefill
 
 PROMPTS = [[7 + i + j % 11 for j in range(length)] for i, length in enumerate((40, 3, 21, 9, 60, 1))]
 
@@ -15,10 +14,7 @@ def layered_llm(make_llm, monkeypatch):
 
     def make(tokens, **options):
         monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", tokens)
-        llm = make_llm(**options)
-        core = llm.llm_engine.core
-        core.scheduler._prefill = LayeredPrefill(core.scheduler.config, core.runner.num_layers)
-        return llm
+        return make_llm(**{"prefill": "layered", **options})
 
     return make
 

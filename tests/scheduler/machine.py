@@ -32,6 +32,8 @@ def setups(draw):
         watermark=draw(st.sampled_from([0.0, 0.0, 0.3])),
         prioritize_prefill=draw(st.booleans()),
         padded_decode_rows=draw(st.sampled_from([(), (0, budget // 4, budget // 2)])),
+        prefill=(prefill := draw(st.sampled_from(["chunked", "layered", "auto"])) if chunked else "chunked"),
+        prefill_order="fcfs" if prefill == "chunked" else draw(st.sampled_from(["fcfs", "shortest", "slack"])),
     )
     return Setup(
         config=config,
@@ -40,7 +42,6 @@ def setups(draw):
         num_ranks=draw(st.sampled_from([1, 1, 2])),
         overlap=draw(st.booleans()),
         prefix_caching=draw(st.integers(0, 4)) > 0,
-        spans=draw(st.booleans()),
         stalls=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )

@@ -26,9 +26,7 @@ class Script(Simulation):
             self.step()
 
 
-def make(
-    *, pages_per_rank=32, page_size=4, num_ranks=1, overlap=True, prefix_caching=True, spans=False, **config
-) -> Script:
+def make(*, pages_per_rank=32, page_size=4, num_ranks=1, overlap=True, prefix_caching=True, **config) -> Script:
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | config
     return Script(
         Setup(
@@ -38,7 +36,6 @@ def make(
             num_ranks=num_ranks,
             overlap=overlap,
             prefix_caching=prefix_caching,
-            spans=spans,
         )
     )
 

@@ -20,7 +20,7 @@ import random
 import zlib
 
 from jaxserve.scheduler import (
-    ChunkedPrefill,
+    LayeredPrefill,
     PagePool,
     PoolTooSmall,
     QueueFull,
@@ -177,28 +177,19 @@ class FakeRunner:
         return [token]
 
 
-class SpanPrefill(ChunkedPrefill):
-    """Prefill by groups of layers with random borders: a cohort passes one span a step."""
+class RandomLayered(LayeredPrefill):
+    """Layered prefill whose steps are short enough at random, and whose programs are ready at random."""
 
-    def __init__(self, config: SchedulerConfig, borders: random.Random):
-        super().__init__(config)
-        self.borders = borders
-        self.cohort: dict[tuple[Request, int], int] = {}
-        self.lo = 0
+    def __init__(self, config: SchedulerConfig, rng: random.Random):
+        programs = lambda num_tokens, num_seqs, spans: rng.choice([None, num_tokens, num_tokens + 3])  # noqa: E731
+        super().__init__(config, NUM_LAYERS, programs)
+        self.rng = rng
 
-    def num_query_tokens(self, request: Request, num_left: int, budget: int) -> int:
-        if not any(member.epoch == epoch for member, epoch in self.cohort):
-            self.cohort, self.lo = {}, 0
-            return super().num_query_tokens(request, num_left, budget)
-        num_tokens = self.cohort.get((request, request.epoch), 0)
-        return num_tokens if num_tokens <= budget else 0
+    def _fits(self, draft, num_tokens, groups):
+        return self.rng.random() < 0.3
 
-    def span(self, picked):
-        lo, hi = self.lo, min(self.lo + self.borders.choice([1, 1, 2, 4]), NUM_LAYERS)
-        completes = hi == NUM_LAYERS
-        self.cohort = {} if completes else {(request, request.epoch): n for request, n in picked.items()}
-        self.lo = 0 if completes else hi
-        return (lo, hi), completes
+    def _layers_pay(self, draft, num_tokens, groups, chunk):
+        return self.rng.random() < 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +200,6 @@ class Setup:
     num_ranks: int = 1
     overlap: bool = True
     prefix_caching: bool = True
-    spans: bool = False
     stalls: bool = False  # rows without a token; only without overlap
     seed: int = 0
 
@@ -221,7 +211,7 @@ class Simulation:
         self.setup, self.config = setup, setup.config
         self.pool = pool_class(setup.pages_per_rank * setup.num_ranks, setup.page_size, setup.num_ranks)
         rng = random.Random(setup.seed)
-        prefill = SpanPrefill(setup.config, rng) if setup.spans else None
+        prefill = None if setup.config.prefill == "chunked" else RandomLayered(setup.config, rng)
         self.scheduler = scheduler_class(
             setup.config, self.pool, enable_prefix_caching=setup.prefix_caching, prefill=prefill
         )
@@ -372,7 +362,7 @@ class Simulation:
         room = self.config.max_num_batched_tokens - plan.num_prefill_tokens
         waits = self.config.prioritize_prefill and self.config.tokens_for(num_decoding) > room
         waits |= first is not None and any(row.request.order < first.order for row in plan.prefill)  # came back
-        if first is not None and first.status is Status.RUNNING and not self.setup.spans and not waits:
+        if first is not None and first.status is Status.RUNNING and self.config.prefill == "chunked" and not waits:
             assert first in requests or self.pool.num_returning(), "the first in the order does not get on"
 
     @staticmethod

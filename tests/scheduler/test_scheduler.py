@@ -197,7 +197,7 @@ def test_followers_that_cannot_share_do_not_wait():
 
 
 def test_tokens_count_as_computed_only_after_the_last_layer():
-    sim = make(spans=True, overlap=False)
+    sim = make(prefill="layered", overlap=False)
     a = request([2] * 9)
     sim.add(a)
     plan = sim.dispatch()
