@@ -182,7 +182,7 @@ class LayeredPrefill(ChunkedPrefill):
         layers, chunks = self._step_s(draft, num_tokens, groups), self._step_s(draft, chunk, 1)
         if layers is None or chunks is None:
             return False
-        return groups * layers < GAIN * math.ceil(num_tokens / chunk) * chunks
+        return min(groups, self._num_layers) * layers < GAIN * math.ceil(num_tokens / chunk) * chunks
 
     def _token_s(self, draft: Draft) -> float:
         """Seconds that a token of a prompt takes beside the present decodes."""

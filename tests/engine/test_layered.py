@@ -1,70 +1,157 @@
-"""Layered prefill in the engine: the tokens of whole prompts, whatever the groups and whoever leaves meanwhile."""
+"""Layered prefill in the engine: the tokens of whole prompts, whatever the groups, the order and whoever leaves."""
+
+import collections
+import dataclasses
 
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from jaxserve import SamplingParams
-from jaxserve.scheduler import layered
+from jaxserve.scheduler import LayeredPrefill, layered
 
-PROMPTS = [[7 + i + j % 11 for j in range(length)] for i, length in enumerate((40, 3, 21, 9, 60, 1))]
-
-
-@pytest.fixture
-def layered_llm(make_llm, monkeypatch):
-    """An engine whose cohorts have a group for every `tokens` of their tokens."""
-
-    def make(tokens, **options):
-        monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", tokens)
-        return make_llm(**{"prefill": "layered", **options})
-
-    return make
-
-
-def tokens_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
+COMMON = [5 + j % 7 for j in range(17)]
+PROMPTS = [
+    [7 + i + j % 11 for j in range(length)] if i % 3 else COMMON + [9 + i + j % 5 for j in range(length)]
+    for i, length in enumerate((40, 3, 21, 9, 70, 1))
+]
 
 
 def greedy(num_tokens=12, **options):
-    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **options)
+    """The likeliest token each time; with top_k rather than temperature, so that n may be 2."""
+    return SamplingParams(top_k=1, max_tokens=num_tokens, ignore_eos=True, **options)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"max_num_batched_tokens": 32}, {"num_pages": 14, "max_model_len": 80}, {"async_scheduling": False}]
+def tokens_of(output):
+    return [sample.token_ids for sample in output.outputs]
+
+
+class Passes:
+    """Counts how often each token of a prompt passed each layer, from the plans that the runner gets."""
+
+    def __init__(self, core):
+        self.num_layers = core.runner.num_layers
+        self.counts = collections.defaultdict(collections.Counter)  # (request, epoch) -> (position, layer) -> times
+        self.seen = collections.Counter()
+        self._cohort = None
+        dispatch = core.runner.dispatch
+
+        def counting(plan):
+            self._count(plan)
+            return dispatch(plan)
+
+        core.runner.dispatch = counting
+
+    def _count(self, plan):
+        lo, hi = plan.span or (0, self.num_layers)
+        for row in plan.prefill:
+            counted = self.counts[row.request, row.epoch]
+            for position in range(row.start, row.start + len(row.token_ids)):
+                counted.update((position, layer) for layer in range(lo, hi))
+            assert row.samples <= plan.completes
+        self.seen["spans"] += plan.span is not None
+        self.seen["overtakes"] += lo == 0 and self._cohort is not None
+        if plan.prefill:
+            self._cohort = None if plan.completes else plan.cohort
+
+    def check(self, request):
+        """Of a request that ended by itself: exactly once, since it last got a slot."""
+        passed = self.counts[request, max(epoch for one, epoch in self.counts if one is request)]
+        known = range(request.num_prompt_tokens)
+        first = min(position for position, _ in passed)
+        assert set(passed) >= {(p, layer) for p in known[first:] for layer in range(self.num_layers)}
+        assert set(passed.values()) == {1}
+
+
+@pytest.fixture(scope="module")
+def expected(make_llm):
+    """The tokens of each prompt alone, computed whole."""
+    with make_llm(max_num_batched_tokens=128) as llm:
+        return [llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def small(make_llm):
+    """An engine with room for few prompts at once, and the count of what passes its layers."""
+    llm = make_llm(prefill="layered", num_pages=22, scheduling_policy="priority")
+    return llm, Passes(llm.llm_engine.core)
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 12), st.integers(0, len(PROMPTS) - 1), st.sampled_from([0, 0, 1]), st.sampled_from([1, 2])
+    ),
+    min_size=1,
+    max_size=7,
 )
-@pytest.mark.parametrize("tokens", [8, 24, 200])
-def test_tokens_are_those_of_whole_prompts(make_llm, layered_llm, tokens, options):
-    with make_llm() as llm:
-        expected = tokens_of(llm.generate(PROMPTS, greedy()))
-    with layered_llm(tokens, **options) as llm:
-        found = llm.generate(PROMPTS, greedy())
-        spans = {(step.layer_lo, step.layer_hi) for step in llm.recent_steps() if step.num_prefill_tokens}
-    assert tokens_of(found) == expected
-    assert (len(spans) > 1) == (tokens < 100)
+aborts = st.lists(st.tuples(st.integers(1, 16), st.integers(0, 6)), max_size=2)
 
 
-def test_prompt_logprobs_come_with_the_last_group(make_llm, layered_llm):
-    params = greedy(2, prompt_logprobs=1)
+@given(
+    arrivals=arrivals,
+    aborts=aborts,
+    tokens_of_a_group=st.sampled_from([4, 12, 30]),
+    order=st.sampled_from(["fcfs", "shortest", "slack"]),
+)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_schedule_gives_the_tokens_of_whole_prompts(
+    expected, small, arrivals, aborts, tokens_of_a_group, order, monkeypatch
+):
+    llm, passes = small
+    engine, core = llm.llm_engine, llm.llm_engine.core
+    config = dataclasses.replace(core.scheduler.config, prefill_order=order)
+    core.scheduler._prefill = LayeredPrefill(config, core.runner.num_layers, core.runner.span_rows)
+    monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", tokens_of_a_group)
+    core.reset_prefix_cache()
+    found, gone, requests, step = {}, set(), {}, 0
+    while step <= 16 or engine.has_unfinished_requests():
+        for i, (when, prompt, priority, n) in enumerate(arrivals):
+            if when == step:
+                deadline = 1000.0 - i if i % 2 else None
+                engine.add_request(str(i), PROMPTS[prompt], greedy(n=n), priority=priority, deadline=deadline)
+                requests |= core._requests
+        for when, i in aborts:
+            if when == step:
+                engine.abort_request(str(i))
+                gone.add(str(i))
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+    engine.settle()
+    assert core.scheduler.pool.num_held == 0
+    assert set(found) >= {str(i) for i in range(len(arrivals))} - gone
+    for i, (_, prompt, _, n) in enumerate(arrivals):
+        if str(i) not in gone:
+            assert tokens_of(found[str(i)]) == [expected[prompt]] * n
+    for request in requests.values():
+        if request.finish_reason == "length":
+            passes.check(request)
+
+
+def test_the_schedules_were_what_they_should_be(small):
+    llm, passes = small
+    assert passes.seen["spans"] > 50
+    assert passes.seen["overtakes"] > 10
+    assert llm.get_metrics()["jaxserve:num_preemptions"] > 10
+
+
+def test_prompt_logprobs_come_with_the_last_group(make_llm, small, monkeypatch):
+    params = greedy(2, prompt_logprobs=0)
     with make_llm() as llm:
-        expected = llm.generate(PROMPTS[:3], params)
-    with layered_llm(8) as llm:
-        found = llm.generate(PROMPTS[:3], params)
+        expected = llm.generate(PROMPTS[1:3], params)
+    monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", 4)
+    llm, _ = small
+    decoding(llm.llm_engine)
+    found = llm.generate(PROMPTS[1:3], params)
+    assert any(step.layer_hi < 3 for step in llm.recent_steps()[-40:] if step.num_prefill_tokens)
     for one, other in zip(found, expected, strict=True):
-        assert [d and {k: round(v.logprob, 4) for k, v in d.items()} for d in one.prompt_logprobs] == [
-            d and {k: round(v.logprob, 4) for k, v in d.items()} for d in other.prompt_logprobs
-        ]
+        assert one.prompt_logprobs[0] is other.prompt_logprobs[0] is None
+        for mine, theirs in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert {k: v.logprob for k, v in mine.items()} == pytest.approx(
+                {k: v.logprob for k, v in theirs.items()}, abs=1e-3
+            )
 
 
-def test_who_leaves_between_two_groups_disturbs_nobody(make_llm, layered_llm):
-    with make_llm() as llm:
-        expected = tokens_of(llm.generate(PROMPTS, greedy()))
-    with layered_llm(8) as llm:
-        engine = llm.llm_engine
-        for i, prompt in enumerate(PROMPTS):
-            engine.add_request(str(i), prompt, greedy())
+def decoding(engine):
+    """A request that decodes, so that there is something to protect."""
+    engine.add_request("decodes", [3, 4], greedy(60))
+    for _ in range(3):
         engine.step()
-        engine.abort_request("2")
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in engine.step() if output.finished}
-    assert {i: output.outputs[0].token_ids for i, output in outputs.items()} == {
-        str(i): tokens for i, tokens in enumerate(expected) if i != 2
-    }

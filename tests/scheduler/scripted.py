@@ -2,9 +2,9 @@
 
 import itertools
 
-from simulation import Setup, Simulation
+from simulation import NUM_LAYERS, Setup, Simulation
 
-from jaxserve.scheduler import PagePool, Request, Scheduler, SchedulerConfig, StepResult
+from jaxserve.scheduler import LayeredPrefill, PagePool, Request, Scheduler, SchedulerConfig, StepResult
 
 ids = itertools.count(1000)
 
@@ -36,6 +36,7 @@ def make(*, pages_per_rank=32, page_size=4, num_ranks=1, overlap=True, prefix_ca
             num_ranks=num_ranks,
             overlap=overlap,
             prefix_caching=prefix_caching,
+            layered=lambda config, rng: LayeredPrefill(config, NUM_LAYERS),
         )
     )
 

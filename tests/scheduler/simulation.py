@@ -18,8 +18,10 @@ import collections
 import dataclasses
 import random
 import zlib
+from collections.abc import Callable
 
 from jaxserve.scheduler import (
+    Cohort,
     LayeredPrefill,
     PagePool,
     PoolTooSmall,
@@ -82,6 +84,7 @@ class SlotState:
     tokens: list[int]  # known to the device, the sampled ones too
     hashes: list[int]
     pos: int | None = None  # the next token to compute; None until the first prefill row
+    standing: tuple[int, int, int] | None = None  # (start, end, layer) of tokens that are between two groups of layers
 
 
 class FakeRunner:
@@ -134,6 +137,8 @@ class FakeRunner:
         assert row.token_ids == state.tokens[row.start : end]
         lo, hi = plan.span or (0, NUM_LAYERS)
         assert plan.completes == (hi == NUM_LAYERS)
+        assert (row.start, end, lo) == (state.standing or (row.start, end, 0)), "a layer is left out or passed twice"
+        state.standing = None if plan.completes else (row.start, end, hi)
         assert row.samples == (plan.completes and end == len(state.tokens))
         state.pos = end if plan.completes else row.start
         return state, row.slot, row.start, end, range(lo, hi)
@@ -184,6 +189,12 @@ class RandomLayered(LayeredPrefill):
         programs = lambda num_tokens, num_seqs, spans: rng.choice([None, num_tokens, num_tokens + 3])  # noqa: E731
         super().__init__(config, NUM_LAYERS, programs)
         self.rng = rng
+        if config.prefill_order != "fcfs" and rng.random() < 0.5:
+            self._order = lambda job, now, token_s: (rng.random(),)
+
+    def choose(self, draft, candidates):
+        draft.num_decodes += 1  # groups also where nobody decodes
+        return super().choose(draft, candidates)
 
     def _fits(self, draft, num_tokens, groups):
         return self.rng.random() < 0.3
@@ -200,6 +211,7 @@ class Setup:
     num_ranks: int = 1
     overlap: bool = True
     prefix_caching: bool = True
+    layered: Callable[[SchedulerConfig, random.Random], LayeredPrefill] = RandomLayered
     stalls: bool = False  # rows without a token; only without overlap
     seed: int = 0
 
@@ -211,7 +223,7 @@ class Simulation:
         self.setup, self.config = setup, setup.config
         self.pool = pool_class(setup.pages_per_rank * setup.num_ranks, setup.page_size, setup.num_ranks)
         rng = random.Random(setup.seed)
-        prefill = None if setup.config.prefill == "chunked" else RandomLayered(setup.config, rng)
+        prefill = None if setup.config.prefill == "chunked" else setup.layered(setup.config, rng)
         self.scheduler = scheduler_class(
             setup.config, self.pool, enable_prefix_caching=setup.prefix_caching, prefill=prefill
         )
@@ -219,6 +231,7 @@ class Simulation:
         self.runner = FakeRunner(self.pool, setup.config.max_num_seqs, stall)
         self.in_flight: collections.deque = collections.deque()
         self.now = 0.0
+        self.cohort: Cohort | None = None  # of the last step with prefill rows, if it is in flight
         self.live: list[Request] = []
         self.ended: dict[int | str, tuple[str, int | str | None]] = {}
         self.expected: dict[Request, tuple[list[int], str, int | None]] = {}
@@ -269,6 +282,11 @@ class Simulation:
         if plan is not None:
             self.in_flight.append((plan, *self.runner.dispatch(plan)))
             self.seen.update(steps=1, spans=plan.span is not None, mixed=bool(plan.decode and plan.prefill))
+            self.seen["overtakes"] += plan.cohort not in (None, self.cohort) and bool(
+                self.cohort and self.cohort.live()
+            )
+            if plan.cohort is not None:
+                self.cohort = None if plan.completes else plan.cohort
         elif not self.in_flight:
             self._record(self.scheduler.expired())
         self.check()
