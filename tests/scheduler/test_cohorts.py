@@ -271,7 +271,7 @@ def test_chunks_stand_in_for_groups_whose_programs_are_not_ready():
     sim.drain()
 
 
-def train(policy, *, base=0.004, token=0.01, layers=0.0):
+def train(policy, *, base=0.0004, token=0.01, layers=0.0):
     """Steps that take `base`, and for the layers that prompts pass, `layers` and `token` for each token."""
     for i in range(400):
         work = StepWork(1 + i % 2, 10)
