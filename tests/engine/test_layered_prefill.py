@@ -139,6 +139,23 @@ def test_the_schedules_were_what_they_should_be(small):
     assert llm.get_metrics()["jaxserve:num_preemptions"] > 10
 
 
+def test_who_leaves_between_two_groups_leaves_the_others_where_they_stand(expected, small, monkeypatch):
+    monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", 1)
+    llm, _ = small
+    engine = llm.llm_engine
+    decoding(engine)
+    since = llm.recent_steps()[-1].step
+    engine.add_request("leaves", PROMPTS[1], greedy())
+    engine.add_request("stays", PROMPTS[4], greedy())
+    engine.step()
+    engine.abort_request("leaves")
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+    assert [step.num_prefill_rows for step in llm.recent_steps(since) if step.num_prefill_rows][:3] == [2, 1, 1]
+    assert tokens_of(found["stays"]) == [expected[4]]
+
+
 def test_prompt_logprobs_come_with_the_last_group(whole, small, monkeypatch):
     params = greedy(2, prompt_logprobs=0)
     expected = whole.generate(PROMPTS[1:3], params)
