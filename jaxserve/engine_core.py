@@ -19,6 +19,7 @@ from jaxserve.input_processor import RequestLimits, eos_token_ids
 from jaxserve.metrics import EngineMetrics, StepRecord, StepRecorder
 from jaxserve.runner import Runner
 from jaxserve.scheduler import (
+    LayeredPrefill,
     PagePool,
     PoolTooSmall,
     QueueFull,
@@ -28,6 +29,7 @@ from jaxserve.scheduler import (
     StepPlan,
     prefill_policy,
 )
+from jaxserve.scheduler.step_time import StepWork
 from jaxserve.step_future import StepFuture
 
 
@@ -71,16 +73,19 @@ class EngineCore:
         blocks = config.runtime.warm_up == "blocking"
         threads = min(8, num_cpus()) if blocks else 1  # beside running steps one thread has to do
         runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
+        prefill = prefill_policy(scheduler_config, runner.num_layers, runner.span_rows)
         pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
         scheduler = Scheduler(
             scheduler_config,
             pool,
             enable_prefix_caching=config.cache.enable_prefix_caching,
-            prefill=prefill_policy(scheduler_config, runner.num_layers, runner.span_rows),
+            prefill=prefill,
         )
         if config.runtime.warm_up != "off":
             try:
                 runner.warm_up(block=blocks)
+                if isinstance(prefill, LayeredPrefill):
+                    _warm_up_layered(prefill, runner, block=blocks)
             except BaseException:  # Ctrl-C, say: what is left of the warm-up must not go on
                 runner.close()
                 raise
@@ -322,6 +327,19 @@ class EngineCore:
             first_scheduled_time=request.first_scheduled_time,
             num_preemptions=request.num_preemptions,
         )
+
+
+def _warm_up_layered(prefill: LayeredPrefill, runner: Runner, *, block: bool) -> None:
+    """Teaches the policy what steps take, where there is time for that, and compiles what it will ask for."""
+    if block:
+        times = runner.time_steps()
+        for _ in range(20):  # the model takes a small step towards each
+            for shape, seconds in times:
+                tokens = shape.prefill_tokens
+                pairs = tokens**2 / 2 / max(shape.prefill_seqs, 1)
+                prefill.step_time.observe(StepWork(shape.decode_rows, 0, tokens, pairs, float(tokens > 0)), seconds)
+    sizes = {shape.prefill_tokens for shape in runner.shapes if shape.decode_rows == runner.config.max_num_seqs}
+    runner.compile_spans([(size, prefill.spans_ahead(size)) for size in sorted(sizes, reverse=True)], block=block)
 
 
 def num_cpus() -> int:

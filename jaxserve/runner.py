@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,9 @@ from jaxserve.step_programs import (
 
 logger = logging.getLogger(__name__)
 
+# A program for CPU takes some 30 memory maps a layer, also for layers that only decode rows pass, and there are up to
+# three programs of a span; Linux gives a process 65,530
+MAX_LAYERS_OF_SPANS = 480
 SLOTS_A_CALL = 8
 UPDATES_A_CALL = (16, 128, 1024)
 MASKS_A_CALL = (8, 64)
@@ -64,6 +67,8 @@ class Runner:
         self._sampling = init_sampling(config.max_num_seqs, model.config.vocab_size)
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
+        self._spans: set[StepShape] = set()  # asked for
+        self._max_spans = MAX_LAYERS_OF_SPANS // model.config.num_layers if jax.default_backend() == "cpu" else 4096
         self._frontiers: dict[Cohort, Array] = {}  # where the rows of each cohort in flight stand, [T, D]
         self.shapes = default_shapes(config)
         self._compiler = Compiler(num_compile_threads, compile_process.compiler)
@@ -124,8 +129,8 @@ class Runner:
         if plan.span is None:
             return self._covering(wanted)
         rows = next(rows for rows in self.config.mixed_decode_rows if rows >= num_decodes)
-        whole = self._covering(dataclasses.replace(wanted, decode_rows=self.config.max_num_seqs))
-        return dataclasses.replace(whole, decode_rows=rows, span=plan.span)
+        (shape,) = self._span_shapes(wanted.prefill_tokens, wanted.prefill_seqs, [plan.span])
+        return dataclasses.replace(shape, decode_rows=rows)
 
     def _covering(self, wanted: StepShape) -> StepShape:
         return next(shape for shape in self.shapes if shape.covers(wanted))
@@ -133,17 +138,24 @@ class Runner:
     def span_rows(self, num_tokens: int, num_seqs: int, spans: Sequence[tuple[int, int]]) -> int | None:
         """The prefill rows of the programs that take so many prompt tokens through these spans.
 
-        None, while they are not all ready for any number of decode rows: then they are on their way. Without warm-up
-        programs are never ready before a step needs them, and this waits for none.
+        None, while they are not all ready for any number of decode rows: then they are on their way, unless there are
+        too many. Without warm-up programs are never ready before a step needs them, and this waits for none.
         """
-        whole = self._covering(
-            StepShape(decode_rows=self.config.max_num_seqs, prefill_tokens=num_tokens, prefill_seqs=num_seqs)
-        )
-        keys = [dataclasses.replace(whole, span=span) for span in spans]
+        keys = self._span_shapes(num_tokens, num_seqs, spans)
+        if len(self._spans.union(keys)) > self._max_spans:
+            return None
+        self._spans.update(keys)
         if self._warm_up_jobs and not all(map(self._forward.is_ready, keys)):
             self._forward.request(keys)
             return None
-        return whole.prefill_tokens
+        return keys[0].prefill_tokens
+
+    def _span_shapes(self, num_tokens: int, num_seqs: int, spans: Sequence[tuple[int, int]]) -> list[StepShape]:
+        """Those that serve beside any number of decode rows."""
+        whole = self._covering(
+            StepShape(decode_rows=self.config.max_num_seqs, prefill_tokens=num_tokens, prefill_seqs=num_seqs)
+        )
+        return [dataclasses.replace(whole, span=span) for span in spans]
 
     def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""
@@ -266,6 +278,41 @@ class Runner:
             concurrent.futures.wait(self._warm_up_jobs)
             for job in self._warm_up_jobs:
                 job.result()
+
+    def compile_spans(self, cohorts: Iterable[tuple[int, Sequence[tuple[int, int]]]], *, block: bool) -> None:
+        """Compiles what cohorts of so many tokens need for these spans, in the background unless `block`."""
+        for num_tokens, spans in cohorts:
+            if spans:
+                self.span_rows(num_tokens, 1, spans)
+        for job in self._forward.request(self._spans) if block else ():
+            job.result()
+
+    def time_steps(self) -> list[tuple[StepShape, float]]:
+        """Seconds of a step in each program of `shapes`, sampling included; before the first request.
+
+        Decode rows are padding, which reads no keys and values; prompts are made up and belong to the dummy slot.
+        """
+        rng, found = np.random.default_rng(0), []
+        for shape in self.shapes:
+            ints = np.full(shape.num_ints, self._dummy, np.int32)
+            b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
+            ints[b : b + t] = rng.integers(0, self.vocab_size, t)
+            ints[b + t + s :] = 0
+            ints[b + t + 2 * s :] = np.arange(s + 1) * (t // max(s, 1))
+            features = SamplingFeatures(random=True)
+            _, forward = self._forward.get(shape)
+            _, draw = self._sample.get(SampleShape(rows=shape.sample_rows, features=features))
+            rows, seconds = np.full(shape.sample_rows, self._dummy, np.int32), []
+            for _ in range(3):
+                start = time.perf_counter()
+                hidden, _, self.kv, self._sequences = forward(self._params, self.kv, self._sequences, ints)
+                sampled, self._sequences, self._sampling = draw(
+                    self._head, hidden, rows, self._sequences, self._sampling
+                )
+                jax.block_until_ready(sampled.token_ids)
+                seconds.append(time.perf_counter() - start)
+            found.append((shape, min(seconds)))
+        return found
 
     @property
     def num_stalls(self) -> int:

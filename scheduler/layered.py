@@ -55,10 +55,10 @@ class LayeredPrefill(ChunkedPrefill):
     ):
         super().__init__(config)
         self.step_time = StepTimeModel()
+        self._config = config
         self._num_layers = num_layers
         self._programs = programs
         self._max_seqs = config.max_prefill_seqs
-        self._max_decodes = config.max_num_seqs
         # What fits beside all decodes that may come while the cohort is in flight
         self._max_tokens = max(1, config.max_num_batched_tokens - config.tokens_for(config.max_num_seqs))
         self._target_s = None if config.target_tbt_ms is None else config.target_tbt_ms / 1e3
@@ -108,6 +108,13 @@ class LayeredPrefill(ChunkedPrefill):
             share = (hi - lo) / self._num_layers
             work = work._replace(num_prefill_tokens=plan.cohort.num_tokens, num_pairs=pairs, share=share)
         self.step_time.observe(work, seconds)
+
+    def spans_ahead(self, num_tokens: int) -> list[Span]:
+        """What cohorts of half as many tokens and more will pass beside few decodes or many, as far as can be told."""
+        loads = [Draft(step=0, config=self._config, num_decodes=n) for n in (1, self._config.max_num_seqs)]
+        sizes = (num_tokens // 2 + 1, num_tokens)
+        counts = {self._num_groups(load, size) for load in loads for size in sizes}
+        return sorted({span for groups in counts - {1} for span in spans(self._num_layers, groups)})
 
     # A cohort that begins
 
