@@ -1,13 +1,18 @@
 """Layered prefill in the engine: the tokens of whole prompts, whatever the groups, the order and whoever leaves."""
 
 import collections
+import concurrent.futures
 import dataclasses
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from jaxserve import SamplingParams
+from jaxserve import SamplingParams, engine_core
+from jaxserve.programs import Programs
 from jaxserve.scheduler import LayeredPrefill, layered
+from jaxserve.scheduler.step_time import StepWork
+from jaxserve.step_programs import StepShape
 
 COMMON = [5 + j % 7 for j in range(17)]
 PROMPTS = [
@@ -170,6 +175,55 @@ def test_prompt_logprobs_come_with_the_last_group(whole, small, monkeypatch):
             assert {k: v.logprob for k, v in mine.items()} == pytest.approx(
                 {k: v.logprob for k, v in theirs.items()}, abs=1e-3
             )
+
+
+def test_programs_that_are_not_ready_come_in_the_background_and_nobody_waits(small):
+    runner = small[0].llm_engine.core.runner
+    gate, forward = threading.Event(), runner._forward
+
+    def build(key, compiled):
+        assert gate.wait(10)
+        return lambda: key
+
+    runner._forward = table = Programs("forward", build, runner._compiler, None)
+    runner._warm_up_jobs = [concurrent.futures.Future()]  # there was a warm-up
+    try:
+        assert runner.span_rows(9, 2, [(0, 2), (2, 3)]) is None
+        gate.set()
+        shape = StepShape(decode_rows=4, prefill_tokens=16, prefill_seqs=2)
+        keys = [dataclasses.replace(shape, span=span) for span in [(0, 2), (2, 3)]]
+        for job in table.request(keys):
+            job.result(10)
+        assert runner.span_rows(9, 2, [(0, 2), (2, 3)]) == 16
+        assert table.get(dataclasses.replace(keys[0], decode_rows=0))[0] == keys[0]  # stands in
+        assert table.num_stalls == 0
+    finally:
+        runner._forward, runner._warm_up_jobs = forward, []
+
+
+def test_a_program_of_a_span_stands_in_only_for_one_with_a_frontier_of_its_rows():
+    shape = StepShape(decode_rows=8, prefill_tokens=32, prefill_seqs=4, span=(1, 2))
+    assert shape.covers(dataclasses.replace(shape, decode_rows=2))
+    assert not shape.covers(dataclasses.replace(shape, prefill_tokens=16, prefill_seqs=2))
+    assert not shape.covers(dataclasses.replace(shape, span=(0, 2)))
+    assert not shape.covers(dataclasses.replace(shape, span=None))
+
+
+def test_on_cpu_there_are_only_so_many_programs_of_spans(small, monkeypatch):
+    runner = small[0].llm_engine.core.runner
+    monkeypatch.setattr(runner, "_max_spans", len(runner._spans))
+    assert runner.span_rows(9, 1, [(0, 3)]) is None
+
+
+def test_steps_are_timed_and_spans_compiled_before_the_first_request(expected, small):
+    llm, _ = small
+    core = llm.llm_engine.core
+    policy = LayeredPrefill(core.scheduler.config, core.runner.num_layers, core.runner.span_rows)
+    assert policy.step_time.seconds(StepWork(4, 0, 16, 64.0, 1.0)) is None
+    engine_core._warm_up_layered(policy, core.runner, block=True)
+    one, two = (policy.step_time.seconds(StepWork(4, 0, tokens, 64.0, 1.0)) for tokens in (1, 16))
+    assert 0.0 < one <= two < 10.0
+    assert tokens_of(llm.generate([PROMPTS[2]], greedy())[0]) == [expected[2]]  # the slots are as they were
 
 
 def decoding(engine):
