@@ -33,6 +33,20 @@ Span = tuple[int, int]
 Programs = Callable[[int, int, list[Span]], int | None]
 
 
+class Bulk(NamedTuple):
+    """What there is to compute of prompts."""
+
+    num_tokens: int
+    num_pairs: float  # a token, a token that it attends to
+
+    def plus(self, start: int, num_tokens: int) -> "Bulk":
+        """And so many tokens that come after `start` others."""
+        return Bulk(self.num_tokens + num_tokens, self.num_pairs + num_tokens * (start + num_tokens / 2))
+
+
+NOTHING = Bulk(0, 0.0)
+
+
 class Opening(NamedTuple):
     """How the cohort that begins in this step passes the layers."""
 
@@ -104,15 +118,17 @@ class LayeredPrefill(ChunkedPrefill):
         work = StepWork(len(plan.decode), plan.num_kv_tokens)
         if plan.cohort is not None:
             lo, hi = plan.span or (0, self._num_layers)
-            pairs = sum(len(row.token_ids) * (row.start + len(row.token_ids) / 2) for row in plan.prefill)
+            bulk = NOTHING
+            for row in plan.prefill:
+                bulk = bulk.plus(row.start, len(row.token_ids))
             share = (hi - lo) / self._num_layers
-            work = work._replace(num_prefill_tokens=plan.cohort.num_tokens, num_pairs=pairs, share=share)
+            work = StepWork(len(plan.decode), plan.num_kv_tokens, plan.cohort.num_tokens, bulk.num_pairs, share)
         self.step_time.observe(work, seconds)
 
     def spans_ahead(self, num_tokens: int) -> list[Span]:
         """What cohorts of half as many tokens and more will pass beside few decodes or many, as far as can be told."""
         loads = [Draft(step=0, config=self._config, num_decodes=n) for n in (1, self._config.max_num_seqs)]
-        sizes = (num_tokens // 2 + 1, num_tokens)
+        sizes = [NOTHING.plus(0, size) for size in (num_tokens // 2 + 1, num_tokens)]
         counts = {self._num_groups(load, size) for load in loads for size in sizes}
         return sorted({span for groups in counts - {1} for span in spans(self._num_layers, groups)})
 
@@ -120,32 +136,35 @@ class LayeredPrefill(ChunkedPrefill):
 
     def _open(self, draft: Draft, ranked: list[tuple[Rank, Request]]) -> list[Request]:
         """Those who may be in it, and with that how they pass the layers."""
-        members, total, groups = [], 0, 1
+        members, bulk, groups = [], NOTHING, 1
         for rank, request in ranked:
-            left = request.num_tokens - request.num_computed_tokens
-            left = min(left, self._threshold or left)
+            start = request.num_computed_tokens
+            left = min(request.num_tokens - start, self._threshold or self._max_tokens)
+            more = bulk.plus(start, min(left, self._max_tokens - bulk.num_tokens))
             if not members:
-                groups = self._num_groups(draft, left)
+                groups = self._num_groups(draft, more)
             elif rank < ranked[0][0]:
                 break  # it will overtake
-            elif self._order is not fcfs and not self._fits(draft, total + left, groups):
+            elif self._order is not fcfs and (
+                more.num_tokens == self._max_tokens or not self._fits(draft, more, groups)
+            ):
                 break  # the first would wait for it
             members.append(request)
-            total += left
-            if total >= self._max_tokens or len(members) == self._max_seqs:
+            bulk = more
+            if bulk.num_tokens == self._max_tokens or len(members) == self._max_seqs:
                 break
         if members:
-            self._opening = self._how(draft, min(total, self._max_tokens), len(members))
+            self._opening = self._how(draft, bulk, members)
         return members
 
-    def _how(self, draft: Draft, num_tokens: int, num_seqs: int) -> Opening:
-        groups = self._num_groups(draft, num_tokens) if draft.num_decodes else 1
+    def _how(self, draft: Draft, bulk: Bulk, members: list[Request]) -> Opening:
+        groups = self._num_groups(draft, bulk) if draft.num_decodes else 1
         if groups == 1:  # short enough, or nobody waits for his next token meanwhile
             return Opening(self._max_tokens, 1, 0)
-        chunk = self._chunk(draft)
-        if self._may_choose_chunks and not self._layers_pay(draft, num_tokens, groups, chunk):
+        chunk = self._chunk(draft, members[0].num_computed_tokens)
+        if self._may_choose_chunks and not self._layers_pay(draft, bulk, groups, chunk):
             return Opening(chunk, 1, 0)
-        num_rows = self._programs(num_tokens, num_seqs, spans(self._num_layers, groups))
+        num_rows = self._programs(bulk.num_tokens, len(members), spans(self._num_layers, groups))
         if num_rows is None:
             return Opening(chunk, 1, 0)
         return Opening(self._max_tokens, groups, num_rows)
@@ -156,47 +175,51 @@ class LayeredPrefill(ChunkedPrefill):
     def _form(self, draft: Draft) -> tuple[Cohort, int]:
         """The cohort of who found a place: with hits in the prefix cache, fewer tokens than `_open` counted on."""
         _, groups, num_rows = self._opening
-        num_tokens, num_seqs = sum(draft.prefill.values()), len(draft.prefill)
-        if groups > 1 and (fewer := self._num_groups(draft, num_tokens)) <= groups:
-            exact = 0 if fewer == 1 else self._programs(num_tokens, num_seqs, spans(self._num_layers, fewer))
+        bulk = NOTHING
+        for request, num_tokens in draft.prefill.items():
+            bulk = bulk.plus(request.num_computed_tokens, num_tokens)
+        if groups > 1 and (fewer := self._num_groups(draft, bulk)) <= groups:
+            wanted = spans(self._num_layers, fewer)
+            exact = 0 if fewer == 1 else self._programs(bulk.num_tokens, len(draft.prefill), wanted)
             if exact is not None:
                 groups, num_rows = fewer, exact
         return Cohort.of(draft.prefill, num_rows), groups
 
     # What a step may take
 
-    def _num_groups(self, draft: Draft, num_tokens: int) -> int:
+    def _num_groups(self, draft: Draft, bulk: Bulk) -> int:
         """The fewest with which a step is short enough beside the decodes; the most there are, if none is."""
-        return next((n for n in GROUP_COUNTS if self._fits(draft, num_tokens, n)), GROUP_COUNTS[-1])
+        return next((n for n in GROUP_COUNTS if self._fits(draft, bulk, n)), GROUP_COUNTS[-1])
 
-    def _chunk(self, draft: Draft) -> int:
-        """The largest part of the budget that passes all layers in a step that is short enough."""
+    def _chunk(self, draft: Draft, start: int = 0) -> int:
+        """The largest part of the budget, after `start` tokens, with which a step through all layers is short enough."""
         parts = [max(1, self._max_tokens // n) for n in GROUP_COUNTS]
-        return next((part for part in parts if self._fits(draft, part, 1)), parts[-1])
+        return next((part for part in parts if self._fits(draft, NOTHING.plus(start, part), 1)), parts[-1])
 
-    def _fits(self, draft: Draft, num_tokens: int, groups: int) -> bool:
-        if self._target_s is None or (seconds := self._step_s(draft, num_tokens, groups)) is None:
-            return num_tokens <= TOKENS_OF_A_GROUP * groups
+    def _fits(self, draft: Draft, bulk: Bulk, groups: int) -> bool:
+        if self._target_s is None or (seconds := self._step_s(draft, bulk, groups)) is None:
+            return bulk.num_tokens <= TOKENS_OF_A_GROUP * groups
         return seconds <= self._target_s
 
-    def _step_s(self, draft: Draft, num_tokens: float, groups: int) -> float | None:
-        """Of a step that takes so many tokens through the largest of so many groups of layers."""
+    def _step_s(self, draft: Draft, bulk: Bulk, groups: int) -> float | None:
+        """Of a step that takes these prompts through the largest of so many groups of layers."""
         share = -(-self._num_layers // groups) / self._num_layers
-        work = StepWork(draft.num_decodes, draft.num_kv_tokens, int(num_tokens), num_tokens**2 / 2, share)
-        return self.step_time.seconds(work)
+        return self.step_time.seconds(StepWork(draft.num_decodes, draft.num_kv_tokens, *bulk, share))
 
-    def _layers_pay(self, draft: Draft, num_tokens: int, groups: int, chunk: int) -> bool:
-        layers, chunks = self._step_s(draft, num_tokens, groups), self._step_s(draft, chunk, 1)
+    def _layers_pay(self, draft: Draft, bulk: Bulk, groups: int, chunk: int) -> bool:
+        num_chunks = math.ceil(bulk.num_tokens / chunk)
+        layers = self._step_s(draft, bulk, groups)
+        chunks = self._step_s(draft, Bulk(chunk, bulk.num_pairs / num_chunks), 1)
         if layers is None or chunks is None:
             return False
-        return min(groups, self._num_layers) * layers < GAIN * math.ceil(num_tokens / chunk) * chunks
+        return min(groups, self._num_layers) * layers < GAIN * num_chunks * chunks
 
     def _token_s(self, draft: Draft) -> float:
         """Seconds that a token of a prompt takes beside the present decodes."""
         if self._order is not ORDERS["slack"]:
             return 0.0
         chunk = self._chunk(draft)
-        return (self._step_s(draft, chunk, 1) or 0.0) / chunk
+        return (self._step_s(draft, NOTHING.plus(0, chunk), 1) or 0.0) / chunk
 
     def _job(self, cohort: Cohort) -> Job:
         jobs = [_job(request) for request in cohort.live()]

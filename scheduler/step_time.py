@@ -4,7 +4,8 @@ How this works. A step's time is nearly linear in six things: that there is a st
 that these read, the share of the layers that prefill rows pass (their weights are read), the prefill rows times that
 share, and the query-key pairs of the prefill rows times that share. Each coefficient is at least zero. They minimise
 the squared *relative* errors of the steps seen, so that short steps count as much as long ones and a step that was held
-up from outside counts for little. What is kept is the sums of products that least squares needs, of steps with and
+up from outside counts for little; and too short a prediction counts more than one that is too long, since whoever asks
+wants to keep within a limit. What is kept is the sums of products that least squares needs, of steps with and
 without prefill rows apart, each forgetting by and by: a day of steps that only decode does not wipe out what a prompt
 costs. Every observation is followed by one round of coordinate descent from the coefficients before.
 """
@@ -12,6 +13,7 @@ costs. Every observation is followed by one round of coordinate descent from the
 from typing import NamedTuple
 
 MEMORY = 0.99  # of the sums, each observation: the last hundred steps of a kind are what counts
+WEIGHT_OF_TOO_SHORT = 8.0  # of the error of a step that took longer than predicted
 NUM_ENOUGH = 8  # observations of steps with prefill rows before anything is predicted
 
 
@@ -46,10 +48,12 @@ class StepTimeModel:
             return
         has_prefill = work.num_prefill_tokens > 0
         self._num_prefills += has_prefill
-        row = [feature / seconds for feature in work.features()]
+        features = work.features()
+        is_short = self._predict(features) < seconds
+        row = [feature / seconds for feature in features]
         row.append(1.0)
         for i, sums in enumerate(self._sums[has_prefill]):
-            factor = row[i]
+            factor = row[i] * (WEIGHT_OF_TOO_SHORT if is_short else 1.0)
             for j, value in enumerate(row):
                 sums[j] = MEMORY * sums[j] + factor * value
         self._improve()
@@ -67,4 +71,7 @@ class StepTimeModel:
         """None until enough steps were seen."""
         if self._num_prefills < NUM_ENOUGH:
             return None
-        return sum(map(float.__mul__, self.coefficients, map(float, work.features())))
+        return self._predict(work.features())
+
+    def _predict(self, features: tuple[float, ...]) -> float:
+        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))

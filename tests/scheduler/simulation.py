@@ -196,10 +196,10 @@ class RandomLayered(LayeredPrefill):
         draft.num_decodes += 1  # groups also where nobody decodes
         return super().choose(draft, candidates)
 
-    def _fits(self, draft, num_tokens, groups):
+    def _fits(self, draft, bulk, groups):
         return self.rng.random() < 0.3
 
-    def _layers_pay(self, draft, num_tokens, groups, chunk):
+    def _layers_pay(self, draft, bulk, groups, chunk):
         return self.rng.random() < 0.7
 
 
