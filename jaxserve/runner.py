@@ -285,8 +285,11 @@ class Runner:
         for num_tokens, spans in cohorts:
             if spans:
                 self.span_rows(num_tokens, 1, spans)
-        for job in self._forward.request(self._spans) if block else ():
-            job.result()
+        if block:
+            rows = self.config.mixed_decode_rows
+            keys = [dataclasses.replace(shape, decode_rows=b) for shape in self._spans for b in rows]
+            for job in self._forward.request(keys):
+                job.result()
 
     def time_steps(self) -> list[tuple[StepShape, float]]:
         """Seconds of a step in each program of `shapes`, sampling included; before the first request.

@@ -136,38 +136,43 @@ class LayeredPrefill(ChunkedPrefill):
 
     def _open(self, draft: Draft, ranked: list[tuple[Rank, Request]]) -> list[Request]:
         """Those who may be in it, and with that how they pass the layers."""
-        members, bulk, groups = [], NOTHING, 1
+        members, bulk, limit = [], NOTHING, self._max_tokens
         for rank, request in ranked:
+            if rank < ranked[0][0]:
+                break  # it will overtake
             start = request.num_computed_tokens
             left = min(request.num_tokens - start, self._threshold or self._max_tokens)
-            more = bulk.plus(start, min(left, self._max_tokens - bulk.num_tokens))
-            if not members:
-                groups = self._num_groups(draft, more)
-            elif rank < ranked[0][0]:
-                break  # it will overtake
-            elif self._order is not fcfs and (
-                more.num_tokens == self._max_tokens or not self._fits(draft, more, groups)
-            ):
-                break  # the first would wait for it
+            bulk = bulk.plus(start, min(left, limit - bulk.num_tokens))
+            if not members and self._order is not fcfs:
+                limit = self._most_beside(draft, bulk)
             members.append(request)
-            bulk = more
-            if bulk.num_tokens == self._max_tokens or len(members) == self._max_seqs:
+            if bulk.num_tokens == limit or len(members) == self._max_seqs:
                 break
         if members:
-            self._opening = self._how(draft, bulk, members)
+            self._opening = self._how(draft, bulk, members, limit)
         return members
 
-    def _how(self, draft: Draft, bulk: Bulk, members: list[Request]) -> Opening:
+    def _most_beside(self, draft: Draft, bulk: Bulk) -> int:
+        """Tokens that a cohort of `bulk` may grow to before it takes more groups: those in it must not wait longer."""
+        groups = self._num_groups(draft, bulk)
+        alone, nothing = self._step_s(draft, bulk, groups), self._step_s(draft, NOTHING, groups)
+        if self._target_s is None or alone is None or nothing is None:
+            most = TOKENS_OF_A_GROUP * groups
+        else:
+            most = int(bulk.num_tokens * (self._target_s - nothing) / max(alone - nothing, 1e-9))
+        return max(bulk.num_tokens, min(most, self._max_tokens))
+
+    def _how(self, draft: Draft, bulk: Bulk, members: list[Request], limit: int) -> Opening:
         groups = self._num_groups(draft, bulk) if draft.num_decodes else 1
         if groups == 1:  # short enough, or nobody waits for his next token meanwhile
-            return Opening(self._max_tokens, 1, 0)
+            return Opening(limit, 1, 0)
         chunk = self._chunk(draft, members[0].num_computed_tokens)
         if self._may_choose_chunks and not self._layers_pay(draft, bulk, groups, chunk):
             return Opening(chunk, 1, 0)
         num_rows = self._programs(bulk.num_tokens, len(members), spans(self._num_layers, groups))
         if num_rows is None:
             return Opening(chunk, 1, 0)
-        return Opening(self._max_tokens, groups, num_rows)
+        return Opening(limit, groups, num_rows)
 
     def _room(self, draft: Draft) -> int:
         return min(draft.budget, self._opening.max_tokens - sum(draft.prefill.values()))
@@ -192,7 +197,7 @@ class LayeredPrefill(ChunkedPrefill):
         return next((n for n in GROUP_COUNTS if self._fits(draft, bulk, n)), GROUP_COUNTS[-1])
 
     def _chunk(self, draft: Draft, start: int = 0) -> int:
-        """The largest part of the budget, after `start` tokens, with which a step through all layers is short enough."""
+        """The largest part of the budget that may pass all layers in a step, after `start` tokens of its prompt."""
         parts = [max(1, self._max_tokens // n) for n in GROUP_COUNTS]
         return next((part for part in parts if self._fits(draft, NOTHING.plus(start, part), 1)), parts[-1])
 

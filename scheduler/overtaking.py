@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-AGING = 2000  # a second of waiting counts as much as so many tokens fewer
+AGING = 10_000  # a second of waiting counts as much as so many tokens fewer
 
 
 class Job(NamedTuple):

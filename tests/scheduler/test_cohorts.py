@@ -172,7 +172,7 @@ def test_what_is_left_of_a_cohort_counts_not_what_it_began_with():
 
 
 def test_a_prompt_that_waits_long_enough_is_overtaken_no_more():
-    long, short = request([2] * 20, arrival_time=1.0), request([3] * 3, arrival_time=1.005)
+    long, short = request([2] * 20, arrival_time=1.0), request([3] * 3, arrival_time=1.001)
     assert overtaken(long, short, prefill_order="shortest")
     long, short = request([2] * 20, arrival_time=1.0), request([3] * 3, arrival_time=1.02)
     assert not overtaken(long, short, prefill_order="shortest")

@@ -67,8 +67,19 @@ def poisson(rate: float, seconds: float, lengths: Callable[[random.Random], tupl
     return load
 
 
-def serve(load: Load, step_s: Callable[[StepPlan], float], *, budget: int = 8192, **options) -> list[Served]:
-    """Runs `load` to its end, as a server with these options of the scheduler does."""
+def serve(
+    load: Load,
+    step_s: Callable[[StepPlan], float],
+    *,
+    budget: int = 8192,
+    first_token_within: Callable[[int], float | None] = lambda prompt_len: None,
+    **options,
+) -> list[Served]:
+    """Runs `load` to its end, as a server with these options of the scheduler does.
+
+    Args:
+        first_token_within: seconds from arrival to a deadline, by the prompt's length; such answers have one token.
+    """
     config = SchedulerConfig(
         max_num_seqs=256,
         max_num_batched_tokens=budget,
@@ -85,18 +96,21 @@ def serve(load: Load, step_s: Callable[[StepPlan], float], *, budget: int = 8192
             now = max(now, load[num_added][0])
         while num_added < len(load) and load[num_added][0] <= now:
             arrival, prompt_len, answer_len = load[num_added]
+            within = first_token_within(prompt_len)
             scheduler.add(
                 Request(
                     request_id=num_added,
                     prompt_token_ids=[2] * prompt_len,
-                    max_tokens=answer_len,
+                    max_tokens=1 if within else answer_len,
                     arrival_time=arrival,
-                    deadline=None,
+                    deadline=arrival + within if within else None,
                 )
             )
             num_added += 1
         plan = scheduler.schedule(now)
-        assert plan is not None, "nothing to do, but not at the end"
+        if plan is None:
+            assert scheduler.expired(), "nothing to do, but not at the end"
+            continue
         seconds = step_s(plan)
         now += seconds
         tokens = [[3] for _ in plan.decode] + [[3] if row.samples else [] for row in plan.prefill]
