@@ -108,8 +108,8 @@ class Programs[K: Key]:
         return key, self._wait(key)
 
     def is_ready(self, key: K) -> bool:
-        """Whether `get` would not have to wait."""
-        return key in self._ready or any(k.covers(key) for k in list(self._ready))
+        """Whether the program of `key` itself is ready."""
+        return key in self._ready
 
     def request(self, keys: Iterable[K]) -> list[Future]:
         """Starts to compile, in the background, what is neither ready nor on its way."""

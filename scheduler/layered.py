@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from jaxserve.scheduler.chunked import ChunkedPrefill
 from jaxserve.scheduler.config import SchedulerConfig
-from jaxserve.scheduler.overtaking import ORDERS, Job, Rank, fcfs
+from jaxserve.scheduler.overtaking import ORDERS, Job, Rank
 from jaxserve.scheduler.plan import Cohort, Draft, StepPlan, Turn
 from jaxserve.scheduler.request import Request, Status
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork
@@ -56,9 +56,11 @@ class Opening(NamedTuple):
 
 
 class LayeredPrefill(ChunkedPrefill):
-    """Args:
-    programs: the prefill rows of the programs that are ready to take so many tokens of so many prompts through each
-        of these spans, beside any number of decodes; None while they are not.
+    """The policy behind prefill="layered" and "auto".
+
+    Args:
+        programs: the prefill rows of the programs that are ready to take so many tokens of so many prompts through each
+            of these spans, beside any number of decodes; None while they are not.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class LayeredPrefill(ChunkedPrefill):
         self._target_s = None if config.target_tbt_ms is None else config.target_tbt_ms / 1e3
         self._may_choose_chunks = config.prefill == "auto"
         self._order = ORDERS[config.prefill_order]
-        self._overtakes = self._order is not fcfs or config.policy == "priority"
+        self._overtakes = self._order.overtakes or config.policy == "priority"
         self._in_flight: dict[Cohort, list[int]] = {}  # where its groups that are left begin, and the last one's end
         self._opening = Opening(self._max_tokens, 1, 0)
 
@@ -89,13 +91,13 @@ class LayeredPrefill(ChunkedPrefill):
         if not self._in_flight and not candidates:
             return (), None
         token_s = self._token_s(draft)
-        ranks = {cohort: self._order(self._job(cohort), draft.now, token_s) for cohort in self._in_flight}
+        ranks = {cohort: self._order.rank(self._job(cohort), draft.now, token_s) for cohort in self._in_flight}
         first = min(ranks, key=lambda cohort: ranks[cohort], default=None)
         goes_on = first if first is not None and first.num_tokens <= draft.budget else None
         if first is not None and (not self._overtakes or len(ranks) == MAX_COHORTS):
             return (), goes_on
         busy = {request for cohort in ranks for request in cohort.live()}
-        ranked = [(self._order(_job(r), draft.now, token_s), r) for r in candidates if r not in busy]
+        ranked = [(self._order.rank(_job(r), draft.now, token_s), r) for r in candidates if r not in busy]
         # Running prompts keep their order, so that one that needs pages can take them from those behind
         ranked.sort(key=lambda pair: pair[0] if pair[1].status is Status.WAITING else ())
         best = [pair for pair in ranked if first is None or pair[0] < ranks[first]]
@@ -143,7 +145,7 @@ class LayeredPrefill(ChunkedPrefill):
             start = request.num_computed_tokens
             left = min(request.num_tokens - start, self._threshold or self._max_tokens)
             bulk = bulk.plus(start, min(left, limit - bulk.num_tokens))
-            if not members and self._order is not fcfs:
+            if not members and self._order.overtakes:
                 limit = self._most_beside(draft, bulk)
             members.append(request)
             if bulk.num_tokens == limit or len(members) == self._max_seqs:
@@ -221,8 +223,6 @@ class LayeredPrefill(ChunkedPrefill):
 
     def _token_s(self, draft: Draft) -> float:
         """Seconds that a token of a prompt takes beside the present decodes."""
-        if self._order is not ORDERS["slack"]:
-            return 0.0
         chunk = self._chunk(draft)
         return (self._step_s(draft, NOTHING.plus(0, chunk), 1) or 0.0) / chunk
 
@@ -255,5 +255,4 @@ def borders(num_layers: int, groups: int) -> list[int]:
 
 
 def spans(num_layers: int, groups: int) -> list[Span]:
-    found = borders(num_layers, groups)
-    return list(itertools.pairwise(found))
+    return list(itertools.pairwise(borders(num_layers, groups)))

@@ -1,7 +1,7 @@
 """Who goes first among prompts that wait and cohorts that are between two groups of layers.
 
 Every step ends at the border of a group, so a cohort may stop there, leave its rows on the device as they are, and go
-on later. Each order ranks jobs; the lowest goes first, and a cohort in flight goes on unless another ranks lower.
+on later. An order ranks jobs; the lowest goes first, and a cohort in flight goes on unless another job ranks lower.
 """
 
 import math
@@ -21,11 +21,20 @@ class Job(NamedTuple):
 
 
 Rank = tuple[float, ...]
-Order = Callable[[Job, float, float], Rank]  # of a job, now, and the seconds that a token takes
+
+
+class Order(NamedTuple):
+    """Args:
+    rank: of a job, now, and the seconds that a token takes.
+    overtakes: jobs of one priority overtake each other; then, too, who joins a cohort may not make it take longer.
+    """
+
+    rank: Callable[[Job, float, float], Rank]
+    overtakes: bool = True
 
 
 def fcfs(job: Job, now: float, token_s: float) -> Rank:
-    """Nobody overtakes: all are equal, and among equals the cohort in flight goes first, then who came first."""
+    """All are equal, and among equals the cohort in flight goes first, then who came first."""
     return (job.priority,)
 
 
@@ -43,4 +52,4 @@ def slack(job: Job, now: float, token_s: float) -> Rank:
     return job.priority, is_late, job.deadline, job.arrival_time
 
 
-ORDERS: dict[str, Order] = {"fcfs": fcfs, "shortest": shortest, "slack": slack}
+ORDERS = {"fcfs": Order(fcfs, overtakes=False), "shortest": Order(shortest), "slack": Order(slack)}

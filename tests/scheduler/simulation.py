@@ -35,6 +35,7 @@ from jaxserve.scheduler import (
     StepPlan,
     StepResult,
 )
+from jaxserve.scheduler.overtaking import Order
 
 VOCAB, EOS, STOP = 16, 0, 1
 NUM_LAYERS = 4
@@ -190,7 +191,7 @@ class RandomLayered(LayeredPrefill):
         super().__init__(config, NUM_LAYERS, programs)
         self.rng = rng
         if config.prefill_order != "fcfs" and rng.random() < 0.5:
-            self._order = lambda job, now, token_s: (rng.random(),)
+            self._order = Order(lambda job, now, token_s: (rng.random(),))
 
     def choose(self, draft, candidates):
         draft.num_decodes += 1  # groups also where nobody decodes
