@@ -2,13 +2,19 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
+import re
+import shlex
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from jaxserve import SamplingParams, engine_core
+import jaxserve
+from jaxserve import EngineDeadError, SamplingParams, cli, engine_core
+from jaxserve.config import EngineConfig
 from jaxserve.programs import Programs
 from jaxserve.scheduler import LayeredPrefill, layered
 from jaxserve.scheduler.step_time import StepWork
@@ -224,6 +230,35 @@ def test_steps_are_timed_and_spans_compiled_before_the_first_request(expected, s
     one, two = (policy.step_time.seconds(StepWork(4, 0, tokens, 64.0, 1.0)) for tokens in (1, 16))
     assert 0.0 < one <= two < 10.0
     assert tokens_of(llm.generate([PROMPTS[2]], greedy())[0]) == [expected[2]]  # the slots are as they were
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "layered_prefill.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_documentation_runs(small, monkeypatch, capsys):
+    llm, _ = small
+    monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", 4)
+    monkeypatch.setattr(jaxserve, "LLM", lambda *_, **options: contextlib.nullcontext(llm))
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    exec(compile(example.replace("The sea is wide. ", "a"), "layered_prefill.md", "exec"), {})
+    assert "(1, 2)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", re.findall(r"^jaxserve .*", PAGE, flags=re.MULTILINE))
+def test_the_commands_of_the_documentation_reach_the_engine(line, monkeypatch, capsys):
+    def start(options):
+        assert EngineConfig.of(**options).scheduler.prefill in ("auto", "layered")
+        raise EngineDeadError("as far as the engine")
+
+    monkeypatch.setattr("jaxserve.cli.engine.start", start)
+    monkeypatch.setattr("jaxserve.cli.engine.start_async", start)
+    assert (
+        cli.run(
+            [*shlex.split(line)[1:], *(["--port", "0"] if " serve --model" in line and "bench" not in line else [])]
+        )
+        == 1
+    )
+    assert capsys.readouterr().err.splitlines()[-1] == "error: as far as the engine"
 
 
 def decoding(engine):

@@ -49,7 +49,7 @@ def attainment(served):
 
 
 def test_layers_give_experts_models_the_first_token_of_large_chunks_and_the_pace_of_small_ones():
-    load = poisson(2.0, 100, long_prompts)
+    load = poisson(2.0, 60, long_prompts)
     layered = serve(load, moe_s, prefill="layered")
     small, large = serve(load, moe_s, budget=512), serve(load, moe_s, budget=8192)
     assert tbt_p99(layered) <= tbt_p99(small)
@@ -59,7 +59,7 @@ def test_layers_give_experts_models_the_first_token_of_large_chunks_and_the_pace
 
 
 def test_short_prompts_overtake_and_long_ones_hardly_wait_for_it():
-    load = poisson(5.0, 100, short_beside_long)
+    load = poisson(5.0, 60, short_beside_long)
     patient = serve(load, moe_s, prefill="layered")
     overtaking = serve(load, moe_s, prefill="layered", prefill_order="shortest")
     busy = [(one.arrival, one.times[0]) for one in patient if one.prompt_len == 8192]
@@ -73,14 +73,14 @@ def test_short_prompts_overtake_and_long_ones_hardly_wait_for_it():
 @pytest.mark.parametrize("step_s", [dense_s, moe_s])
 @pytest.mark.parametrize(("rate", "lengths"), [(2.0, long_prompts), (7.0, chats)])
 def test_steps_keep_to_the_target(step_s, rate, lengths):
-    served = serve(poisson(rate, 60, lengths), step_s, prefill="layered", target_tbt_ms=TARGET_MS)
+    served = serve(poisson(rate, 40, lengths), step_s, prefill="layered", target_tbt_ms=TARGET_MS)
     assert tbt_p99(served) <= 1.1e-3 * TARGET_MS
 
 
 @pytest.mark.parametrize("step_s", [dense_s, moe_s])
 @pytest.mark.parametrize(("rate", "lengths"), [(2.0, long_prompts), (7.0, chats), (6.0, short_beside_long)])
 def test_auto_does_as_well_as_the_best_fixed_choice(step_s, rate, lengths):
-    load = poisson(rate, 60, lengths, seed=1)
+    load = poisson(rate, 40, lengths, seed=1)
     best = max(attainment(serve(load, step_s, **options)) for options in FIXED.values())
     auto = serve(load, step_s, prefill="auto", target_tbt_ms=TARGET_MS, prefill_order="shortest")
     assert attainment(auto) >= 0.95 * best > 0.8
@@ -88,7 +88,7 @@ def test_auto_does_as_well_as_the_best_fixed_choice(step_s, rate, lengths):
 
 def test_half_as_many_deadlines_are_missed_in_the_order_of_slack():
     decoding = [(0.0, 16, 8000)] * 8
-    load = sorted([*decoding, *poisson(4.0, 100, short_beside_long)])
+    load = sorted([*decoding, *poisson(4.0, 60, short_beside_long)])
 
     def deadline(prompt_len):
         return None if prompt_len == 16 else 0.08 if prompt_len < 512 else 1.5
