@@ -59,8 +59,10 @@ def forward(
     num_layers, cut = len(model.layer_kinds), batch.num_decode_rows
     lo, hi = span or (0, num_layers)
     assert frontier is not None or lo == 0, "prefill rows that start above layer 0 need their frontier"
-    embedded = model.embed(params, batch.token_ids)
-    rows = embedded if frontier is None else jnp.concatenate([embedded[:cut], frontier])
+    if frontier is None:
+        rows = model.embed(params, batch.token_ids)
+    else:
+        rows = jnp.concatenate([model.embed(params, batch.token_ids[:cut]), frontier])
 
     def run(rows: Array, kv: dict[str, KVCache], part: StepBatch, lo: int, hi: int):
         if lo == hi or not rows.shape[0]:

@@ -68,6 +68,7 @@ NUM_PAGES = {"cpu": 2048, "tpu": 2048, "cuda": 80 * 1024}
 SHAPES = {
     "decode": StepShape(decode_rows=16, prefill_tokens=0, prefill_seqs=0),
     "mixed": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16),
+    "layered": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16, span=(4, 8)),
 }
 
 
@@ -217,11 +218,13 @@ def operations(hlo: str) -> dict:
 def compile_step(model, shape: StepShape, platform: str, place: SingleDeviceSharding, args) -> dict:
     ints = jax.ShapeDtypeStruct((shape.num_ints,), jnp.int32, sharding=place)
     step = functools.partial(forward_step, model, shape=shape)
-    compiled = compile_for(platform, step, *args, ints, donate_argnums=(1, 2))
+    frontier = jax.ShapeDtypeStruct((shape.prefill_tokens, LLAMA["hidden_size"]), jnp.bfloat16, sharding=place)
+    inputs = (*args, ints, frontier) if shape.starts_above else (*args, ints)
+    compiled = compile_for(platform, step, *inputs, donate_argnums=(1, 2))
     memory = compiled.memory_analysis()
     assert memory is not None
     found = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
-    if platform == "cuda":
+    if platform == "cuda" and shape.span is None:  # else there are three loops
         inside, outside = inside_and_outside_the_loop(compiled.as_text() or "")
         found |= {"in_loop": operations(inside), "outside": operations(outside)}
     return found

@@ -79,7 +79,8 @@ def test_steps_on_the_h200_use_the_kernels_and_compute_no_matmul_twice(name, reg
 @needs("jax_cuda13_plugin")
 def test_steps_on_the_h200_plan_their_attention_before_the_loop_over_layers():
     programs = compiled_for("cuda")["programs"]
-    for name, program in programs.items():
+    for name in ("decode", "mixed"):
+        program = programs[name]
         assert program["in_loop"]["cumulative_sums"] == program["in_loop"]["sorts"] == 0, name
         assert program["outside"]["cumulative_sums"] > 0, name
     assert programs["mixed"]["outside"]["sorts"] > 0

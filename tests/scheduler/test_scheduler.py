@@ -193,27 +193,6 @@ def test_followers_that_cannot_share_do_not_wait():
         sim.drain()
 
 
-# Layer spans
-
-
-def test_tokens_count_as_computed_only_after_the_last_layer():
-    sim = make(spans=True, overlap=False)
-    a = request([2] * 9)
-    sim.add(a)
-    plan = sim.dispatch()
-    while not plan.completes:
-        assert (a.num_computed_tokens, plan.prefill[0].samples, sim.pool.num_cached) == (0, False, 0)
-        sim.commit()
-        assert a.num_published_pages == 0
-        lo = plan.span[1]
-        plan = sim.dispatch()
-        assert plan.span[0] == lo
-    assert (a.num_computed_tokens, plan.prefill[0].samples) == (9, True)
-    sim.commit()
-    assert a.num_published_pages == 2
-    sim.drain()
-
-
 # Bookkeeping
 
 
