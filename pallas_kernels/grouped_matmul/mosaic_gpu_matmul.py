@@ -1,0 +1,297 @@
+"""Products of rows with the weights of their experts, on NVIDIA Hopper.
+
+How this works. The rows of each expert are cut into *tiles*, the outputs of an expert into runs of *columns*; a tile
+and a run are a unit of work. A CUDA block, one a multiprocessor, takes one unit after another. One warpgroup fetches
+rows and weights by TMA, some blocks of the summed dimension ahead and on into the next unit; each of the others
+multiplies its 64 rows with the weights of all columns of the unit. Rows beyond those that the expert has are not
+fetched: what is computed for them is not stored.
+
+With an activation, a unit has the same columns of both halves of the weights, so that `act(gate) * up` is formed where
+both are, in registers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxserve.pallas_kernels.grouped_matmul.work import UNIT, Work
+from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    warpgroups: int  # that compute, each 64 rows of a tile
+    columns: int  # of a unit
+    block: int  # of the summed dimension, in a stage
+    stages: int
+    multiprocessors: int
+
+    @property
+    def tile_rows(self) -> int:
+        return ROWS * self.warpgroups
+
+
+def swizzled(width: int, itemsize: int = 2) -> Any:
+    """The form in shared memory of rows of `width` elements."""
+    swizzle = plgpu.find_swizzle(width * itemsize * 8)
+    return (plgpu.TilingTransform((UNIT, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def grouped_matmul(
+    rows: Array, stack: Array, layer: int | Array, work: Work, tiling: Tiling, *, gated: bool, interpret: bool = False
+) -> Array:
+    """`rows[i] @ stack[layer, expert of row i].T` for every row of a tile, in rows.dtype; other rows hold anything.
+
+    With `gated` the two halves of each output are `g` and `u`, and `silu(g) * u` comes back.
+
+    Args:
+        rows: `[rows, in]`. stack: `[L, E, out, in]`.
+    """
+    (num_rows, depth), (L, E, outs, _) = rows.shape, stack.shape
+    parts = 2 if gated else 1
+    width = outs // parts
+    columns, stages, block = tiling.columns, tiling.stages, tiling.block
+    assert width % columns == 0, (width, columns)
+    assert depth % block == 0, (depth, block)
+    piece = max(p for p in (16, 32, 48, 64) if columns % p == 0)
+    options = Options(tiling=tiling, parts=parts, num_experts=E)
+    return plgpu.kernel(
+        functools.partial(_kernel, options=options, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
+        scratch_types=(
+            plgpu.SMEM((stages, tiling.tile_rows, block), rows.dtype, transforms=swizzled(block)),
+            plgpu.SMEM((stages, parts * columns, block), rows.dtype, transforms=swizzled(block)),
+            plgpu.SMEM((tiling.warpgroups, 2, ROWS, piece), rows.dtype, transforms=swizzled(piece)),
+            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=stages),
+        ),
+        grid=(tiling.multiprocessors,),
+        grid_names=("multiprocessor",),
+        num_threads=tiling.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="grouped_gate_up" if gated else "grouped_down",
+        interpret=INTERPRETER if interpret else None,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(
+        rows,
+        stack.reshape(L * E, outs, depth),
+        work.expert,
+        work.row,
+        work.num_rows,
+        work.num_tiles,
+        jnp.asarray(layer, jnp.int32).reshape(1),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    tiling: Tiling
+    parts: int
+    num_experts: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cta:
+    """One CUDA block as one of its warpgroups sees it."""
+
+    rows_gmem: Any  # [rows, in]
+    weights_gmem: Any  # [L E, out, in]
+    expert_gmem: Any  # i32 [tiles]
+    row_gmem: Any
+    num_rows_gmem: Any
+    num_tiles_gmem: Any  # i32 [1]
+    layer_gmem: Any  # i32 [1]
+    out_gmem: Any  # [rows, out / parts]
+    rows_smem: Any  # [stages, tile_rows, block]
+    weights_smem: Any  # [stages, parts * columns, block]
+    out_smem: Any  # [warpgroups, 2, ROWS, 64 or columns]
+    arrived: Any  # [stages]
+    consumed: Any  # [stages]
+    warpgroup: Array
+    options: Options
+    interpret: bool
+
+    @property
+    def num_blocks(self) -> int:
+        return self.rows_gmem.shape[1] // self.options.tiling.block
+
+    def slot(self, i: Array) -> Array:
+        return lax.rem(i, self.options.tiling.stages)
+
+    def each_unit(self, body) -> None:
+        """`body(tile, column, i)` for every unit of this CUDA block; i counts the blocks of those before."""
+        multiprocessors = self.options.tiling.multiprocessors
+        runs = self.out_gmem.shape[1] // self.options.tiling.columns
+        first, num_units = lax.axis_index("multiprocessor"), self.num_tiles_gmem[0] * runs
+
+        def step(i, _):
+            unit = first + i * multiprocessors
+            body(lax.div(unit, runs), lax.rem(unit, runs) * self.options.tiling.columns, i * self.num_blocks)
+
+        lax.fori_loop(0, lax.div(num_units - first + (multiprocessors - 1), multiprocessors), step, None)
+
+    # The warpgroup that fetches
+
+    def fetch(self, tile: Array, column: Array, begin: Array) -> None:
+        tiling, row, num_rows = self.options.tiling, self.row_gmem[tile] * UNIT, self.num_rows_gmem[tile]
+        weights = self.weights_gmem.at[self.layer_gmem[0] * self.options.num_experts + self.expert_gmem[tile]]
+
+        def step(i, _):
+            slot, some = self.slot(begin + i), pl.ds(i * tiling.block, tiling.block)
+            arrived = self.arrived.at[slot]
+
+            @pl.when(begin + i >= tiling.stages)
+            def _wait():
+                plgpu.barrier_wait(self.consumed.at[slot])
+
+            for part in range(self.options.parts):
+                there = self.weights_smem.at[slot, pl.ds(part * tiling.columns, tiling.columns)]
+                columns = pl.ds(column + part * self.out_gmem.shape[1], tiling.columns)
+                plgpu.copy_gmem_to_smem(weights.at[columns, some], there, arrived)
+            below = 0
+            for size in self.sizes():
+
+                @pl.when((num_rows > below) & (num_rows <= size))
+                def _rows(size=size):
+                    there = self.rows_smem.at[slot, pl.ds(0, size)]
+                    plgpu.copy_gmem_to_smem(self.rows_gmem.at[pl.ds(row, size), some], there, arrived)
+
+                below = size
+
+        lax.fori_loop(0, self.num_blocks, step, None)
+
+    def sizes(self) -> list[int]:
+        """Rows that are fetched at once: the fewest of these that hold those of a tile."""
+        most = min(self.options.tiling.tile_rows, self.rows_gmem.shape[0])
+        return [size for size in (8, 16, 32, 64, 128) if size < most] + [most]
+
+    # The warpgroups that compute
+
+    def compute(self, tile: Array, column: Array, begin: Array) -> None:
+        num_rows = self.num_rows_gmem[tile] - self.warpgroup * ROWS
+
+        @pl.when(num_rows > 0)
+        def _():
+            tiling = self.options.tiling
+            product = functools.partial(self.product, begin)
+            acc = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.options.parts * tiling.columns)))
+            self.store(acc, self.row_gmem[tile] * UNIT + self.warpgroup * ROWS, num_rows, column)
+
+        if self.options.tiling.warpgroups > 1:
+
+            @pl.when(num_rows <= 0)
+            def _pass():
+                def step(i, _):
+                    plgpu.barrier_wait(self.arrived.at[self.slot(begin + i)])
+                    plgpu.barrier_arrive(self.consumed.at[self.slot(begin + i)])
+
+                lax.fori_loop(0, self.num_blocks, step, None)
+
+    def product(self, begin: Array, acc_ref: Any) -> Array:
+        rows = pl.ds(self.warpgroup * ROWS, ROWS)
+
+        def step(i, _):
+            slot = self.slot(begin + i)
+            plgpu.barrier_wait(self.arrived.at[slot])
+            plgpu.wgmma(acc_ref, self.rows_smem.at[slot, rows], self.weights_smem.at[slot].T)
+            plgpu.wgmma_wait(1)
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(self.consumed.at[self.slot(begin + i - 1)])
+
+        lax.fori_loop(0, self.num_blocks, step, None)
+        acc = acc_ref[...]
+        plgpu.barrier_arrive(self.consumed.at[self.slot(begin + self.num_blocks - 1)])
+        return acc
+
+    def store(self, acc: Array, row: Array, num_rows: Array, column: Array) -> None:
+        piece = self.out_smem.shape[3]
+        for c in range(0, self.options.tiling.columns, piece):
+            out = acc[:, c : c + piece]
+            if self.options.parts == 2:
+                up = acc[:, self.options.tiling.columns + c : self.options.tiling.columns + c + piece]
+                out = out / (1.0 + jnp.exp(-out)) * up
+            out_smem = self.out_smem.at[self.warpgroup, c // piece % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            out_smem[...] = out.astype(out_smem.dtype)
+            plgpu.commit_smem()
+            self.store_rows(out_smem, self.out_gmem.at[:, pl.ds(column + c, piece)], row, num_rows)
+
+    def store_rows(self, out_smem: Any, out_gmem: Any, row: Array, num_rows: Array) -> None:
+        num_units = lax.div(num_rows + (UNIT - 1), UNIT)
+
+        @pl.when(num_units >= ROWS // UNIT)
+        def _all():
+            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[pl.ds(row, ROWS)])
+
+        @pl.when(num_units < ROWS // UNIT)
+        def _some():
+            done = jnp.int32(0)
+            for count in (4, 2, 1):
+                there = (num_units & count) != 0
+
+                @pl.when(there)
+                def _(count=count, done=done):
+                    some = out_smem.at[pl.ds(done * UNIT, count * UNIT)]
+                    plgpu.copy_smem_to_gmem(some, out_gmem.at[pl.ds(row + done * UNIT, count * UNIT)])
+
+                done = done + jnp.where(there, count, 0)
+
+
+def _kernel(
+    rows_gmem,
+    weights_gmem,
+    expert_gmem,
+    row_gmem,
+    num_rows_gmem,
+    num_tiles_gmem,
+    layer_gmem,
+    out_gmem,
+    rows_smem,
+    weights_smem,
+    out_smem,
+    arrived,
+    consumed,
+    *,
+    options: Options,
+    interpret: bool,
+):
+    warpgroup, computing = lax.axis_index("warpgroup"), options.tiling.warpgroups
+    cta = _Cta(
+        rows_gmem=rows_gmem,
+        weights_gmem=weights_gmem,
+        expert_gmem=expert_gmem,
+        row_gmem=row_gmem,
+        num_rows_gmem=num_rows_gmem,
+        num_tiles_gmem=num_tiles_gmem,
+        layer_gmem=layer_gmem,
+        out_gmem=out_gmem,
+        rows_smem=rows_smem,
+        weights_smem=weights_smem,
+        out_smem=out_smem,
+        arrived=arrived,
+        consumed=consumed,
+        warpgroup=warpgroup,
+        options=options,
+        interpret=interpret,
+    )
+
+    @pl.when(warpgroup == computing)
+    def _fetch():
+        if computing > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        cta.each_unit(cta.fetch)
+
+    @pl.when(warpgroup < computing)
+    def _compute():
+        if computing > 1:
+            plgpu.set_max_registers(232, action="increase")
+        cta.each_unit(cta.compute)
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,166 @@
+"""The experts' kernels against the definition, in Pallas' interpreter where there is no Hopper GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels.grouped_matmul import fused_moe, mosaic_gpu, reference, unsupported
+from jaxserve.pallas_kernels.grouped_matmul.work import UNIT, max_rows, max_tiles, plan
+
+ON_GPU = jax.devices()[0].platform == "gpu"
+LAYERS, LAYER = 2, 1
+
+interpreted = pytest.mark.skipif(
+    not ON_GPU and jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter loses wgmma accumulators"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    tokens: int
+    experts: int = 8
+    top_k: int = 3
+    D: int = 256
+    F: int = 64
+    normalize: bool = True
+    skew: float = 0.0  # added to the logits of the first experts
+    dtype: str = "bfloat16"
+
+
+CASES = {
+    "one_token": Case(tokens=1),
+    "few_tokens": Case(tokens=5, normalize=False),
+    "float16": Case(tokens=3, dtype="float16"),
+    "one_choice": Case(tokens=7, top_k=1),
+    "every_expert": Case(tokens=4, experts=4, top_k=4),
+    "wide": Case(tokens=6, F=384, D=128),
+    "more_rows_than_a_tile": Case(tokens=150, experts=6, top_k=1, skew=8.0),
+    "many_rows": Case(tokens=170, experts=4, top_k=2),
+    "many_rows_skewed": Case(tokens=300, experts=8, top_k=2, skew=8.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch):
+    """Three interpreted multiprocessors, so that each has several units."""
+    if not ON_GPU:
+        monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 3)
+
+
+def inputs(case: Case):
+    """Weights of other layers, and of experts that no token picks, are not numbers."""
+    rng = np.random.default_rng(case.tokens)
+    x = rng.standard_normal((case.tokens, case.D))
+    logits = rng.standard_normal((case.tokens, case.experts))
+    logits[:, : case.top_k] += case.skew
+    chosen = np.argsort(-logits, axis=1)[:, : case.top_k]
+    unused = np.setdiff1d(np.arange(case.experts), chosen)
+    stacks = []
+    for out, depth in ((2 * case.F, case.D), (case.D, case.F)):
+        stack = rng.standard_normal((LAYERS, case.experts, out, depth)) / depth**0.5
+        stack[1 - LAYER], stack[:, unused] = np.nan, np.nan
+        stacks.append(jnp.asarray(stack, case.dtype))
+    return jnp.asarray(x, case.dtype), jnp.asarray(logits, jnp.float32), *stacks
+
+
+def run(x, logits, gate_up, down, case: Case, layer=LAYER):
+    options = {"top_k": case.top_k, "normalize": case.normalize}
+    if ON_GPU:
+        return fused_moe(x, logits, gate_up, down, layer, **options)
+    return mosaic_gpu.fused_moe(x, logits, gate_up, down, layer, **options, interpret=True)
+
+
+def error(got, expected, case: Case) -> float:
+    """The largest error in units of its bound: epsilon x sqrt(length of the sums) x the output's scale."""
+    bound = float(jnp.finfo(case.dtype).eps) * np.sqrt(case.D + case.F) / 4 * np.abs(expected).max()
+    return float(np.abs(np.asarray(got, np.float32) - expected).max() / bound)
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_definition_and_reads_no_other_weights(name):
+    case = CASES[name]
+    args = inputs(case)
+    expected = reference.fused_moe(*args, LAYER, top_k=case.top_k, normalize=case.normalize)
+    got = run(*args, case)
+    assert got.dtype == case.dtype
+    assert error(got, expected, case) < 1
+
+
+@interpreted
+@pytest.mark.parametrize("wrong", ["zeros", "other layer", "up before gate", "other shares", "next expert"])
+def test_a_plausible_wrong_answer_is_out_of_bounds(wrong):
+    case = CASES["every_expert"]
+    x, logits, gate_up, down = inputs(case)
+    gate_up, down = (jnp.where(jnp.isnan(w), w[LAYER, ::-1][None], w) for w in (gate_up, down))
+    expected = reference.fused_moe(x, logits, gate_up, down, LAYER, top_k=4, normalize=True)
+    if wrong == "zeros":
+        got = jnp.zeros_like(x)
+    elif wrong == "other layer":
+        got = run(x, logits, gate_up, down, case, layer=1 - LAYER)
+    elif wrong == "up before gate":
+        got = run(x, logits, jnp.roll(gate_up, case.F, axis=2), down, case)
+    elif wrong == "other shares":
+        got = run(x, 0 * logits, gate_up, down, case)
+    else:
+        got = run(x, logits, gate_up, jnp.roll(down, 1, axis=1), case)
+    assert error(got, expected, case) > 1
+
+
+@interpreted
+def test_what_is_not_a_number_in_one_token_stays_there():
+    case = CASES["few_tokens"]
+    x, *rest = inputs(case)
+    expected = np.asarray(run(x, *rest, case), np.float32)
+    got = np.asarray(run(x.at[2, 7].set(jnp.nan), *rest, case), np.float32)
+    assert np.isnan(got[2]).all()
+    np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(expected, 2, axis=0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 8, 3), (7, 8, 2), (40, 128, 8), (300, 16, 8), (700, 5, 2)]
+)
+@pytest.mark.parametrize("tile_rows", [64, 128])
+def test_a_plan_gives_every_pair_a_row_of_its_own_in_one_tile_of_its_expert(tokens, experts, top_k, tile_rows):
+    rng = np.random.default_rng(tokens)
+    scores = rng.standard_normal((tokens, experts)) + np.linspace(0, 3, experts)
+    chosen = np.argsort(-scores, axis=1)[:, :top_k]
+    work, places = plan(jnp.asarray(chosen, jnp.int32), experts, tile_rows)
+    num_tiles = int(work.num_tiles[0])
+    assert num_tiles <= work.expert.shape[0] == max_tiles(tokens * top_k, experts, tile_rows)
+    owner: dict[int, int] = {}  # expert by row
+    units: list[int] = []
+    for expert, row, num_rows in zip(
+        *(np.asarray(f)[:num_tiles] for f in (work.expert, work.row, work.num_rows)), strict=True
+    ):
+        assert 0 < num_rows <= tile_rows
+        rows = range(row * UNIT, row * UNIT + num_rows)
+        assert rows.stop <= max_rows(tokens * top_k, experts)
+        owner |= dict.fromkeys(rows, int(expert))
+        units += range(row, row + -(-num_rows // UNIT))
+    assert len(units) == len(set(units))  # what a tile stores in whole units is no one else's
+    flat = np.asarray(places).reshape(-1)
+    assert sorted(flat) == sorted(owner)
+    assert [owner[p] for p in flat] == list(chosen.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "act", "reason"),
+    [
+        ({"dtype": "float32"}, "silu", "must all be bfloat16 or all float16, got float32, float32, float32"),
+        ({}, "gelu_tanh", "the activation must be silu, got gelu_tanh"),
+        ({"D": 96}, "silu", "must be a multiple of 128 and the experts' of 64, got 96 and 64"),
+        ({"F": 48}, "silu", "must be a multiple of 128 and the experts' of 64, got 256 and 48"),
+    ],
+)
+def test_what_it_cannot_serve_it_says(changes, act, reason):
+    case = dataclasses.replace(CASES["one_token"], **changes)
+    x, logits, gate_up, down = inputs(case)
+    with pytest.raises(NotImplementedError, match=f"fused_moe: .*{reason}"):
+        fused_moe(x, logits, gate_up, down, LAYER, top_k=3, normalize=True, act=act)
+    x, logits, gate_up, down = inputs(CASES["one_token"])
+    assert unsupported(x, gate_up, down, "silu") is None
+    assert "quantised" in (unsupported(x, {"values": gate_up}, down, "silu") or "")
