@@ -15,7 +15,7 @@ MAX_BLOCKS = 1056  # rows that are in work at once
 
 def permute(x: Array, places: Array, num_rows: int, *, interpret: bool = False) -> Array:
     """`[num_rows, D]`, in which row `places[t, j]` is `x[t]`; rows that no place names hold anything."""
-    (T, D), num_blocks = x.shape, min(x.shape[0], MAX_BLOCKS)
+    D, num_blocks = x.shape[1], min(x.shape[0], MAX_BLOCKS)
     return plgpu.kernel(
         functools.partial(_permute, num_blocks=num_blocks),
         out_type=jax.ShapeDtypeStruct((num_rows, D), x.dtype),
