@@ -40,7 +40,8 @@ class Tiling:
 def swizzled(width: int, itemsize: int = 2) -> Any:
     """The form in shared memory of rows of `width` elements."""
     swizzle = plgpu.find_swizzle(width * itemsize * 8)
-    return (plgpu.TilingTransform((UNIT, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    tiled: Any = plgpu.TilingTransform((UNIT, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
+    return (tiled, plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
 
 
 def grouped_matmul(
@@ -96,6 +97,15 @@ class Options:
     num_experts: int
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unit:
+    weights: Array  # expert, counted through all layers
+    row: Array  # the first, in `UNIT`s
+    num_rows: Array
+    run: Array  # of columns
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cta:
     """One CUDA block as one of its warpgroups sees it."""
@@ -125,22 +135,37 @@ class _Cta:
         return lax.rem(i, self.options.tiling.stages)
 
     def each_unit(self, body) -> None:
-        """`body(tile, column, i)` for every unit of this CUDA block; i counts the blocks of those before."""
-        multiprocessors = self.options.tiling.multiprocessors
-        runs = self.out_gmem.shape[1] // self.options.tiling.columns
+        """`body(unit, i)` for every unit of this CUDA block; i counts the blocks of those before.
+
+        What is to be known of a unit is loaded during the one before, and of the first beside the number of units.
+        """
+        multiprocessors, layer = self.options.tiling.multiprocessors, self.layer_gmem[0]
+        runs, last_tile = self.out_gmem.shape[1] // self.options.tiling.columns, self.expert_gmem.shape[0] - 1
         first, num_units = lax.axis_index("multiprocessor"), self.num_tiles_gmem[0] * runs
 
-        def step(i, _):
-            unit = first + i * multiprocessors
-            body(lax.div(unit, runs), lax.rem(unit, runs) * self.options.tiling.columns, i * self.num_blocks)
+        def unit(i):
+            number = first + i * multiprocessors
+            tile = jnp.minimum(lax.div(number, runs), last_tile)
+            return Unit(
+                weights=layer * self.options.num_experts + self.expert_gmem[tile],
+                row=self.row_gmem[tile],
+                num_rows=self.num_rows_gmem[tile],
+                run=lax.rem(number, runs),
+            )
 
-        lax.fori_loop(0, lax.div(num_units - first + (multiprocessors - 1), multiprocessors), step, None)
+        def step(i, this):
+            following = unit(i + 1)
+            body(this, i * self.num_blocks)
+            return following
+
+        count = lax.div(num_units - first + (multiprocessors - 1), multiprocessors)
+        lax.fori_loop(0, count, step, unit(0))
 
     # The warpgroup that fetches
 
-    def fetch(self, tile: Array, column: Array, begin: Array) -> None:
-        tiling, row, num_rows = self.options.tiling, self.row_gmem[tile] * UNIT, self.num_rows_gmem[tile]
-        weights = self.weights_gmem.at[self.layer_gmem[0] * self.options.num_experts + self.expert_gmem[tile]]
+    def fetch(self, unit: Unit, begin: Array) -> None:
+        tiling, weights, row = self.options.tiling, self.weights_gmem.at[unit.weights], unit.row * UNIT
+        column = unit.run * tiling.columns  # rows and columns are seen to be multiples of what TMA moves
 
         def step(i, _):
             slot, some = self.slot(begin + i), pl.ds(i * tiling.block, tiling.block)
@@ -157,7 +182,7 @@ class _Cta:
             below = 0
             for size in self.sizes():
 
-                @pl.when((num_rows > below) & (num_rows <= size))
+                @pl.when((unit.num_rows > below) & (unit.num_rows <= size))
                 def _rows(size=size):
                     there = self.rows_smem.at[slot, pl.ds(0, size)]
                     plgpu.copy_gmem_to_smem(self.rows_gmem.at[pl.ds(row, size), some], there, arrived)
@@ -173,15 +198,15 @@ class _Cta:
 
     # The warpgroups that compute
 
-    def compute(self, tile: Array, column: Array, begin: Array) -> None:
-        num_rows = self.num_rows_gmem[tile] - self.warpgroup * ROWS
+    def compute(self, unit: Unit, begin: Array) -> None:
+        num_rows = unit.num_rows - self.warpgroup * ROWS
 
         @pl.when(num_rows > 0)
         def _():
             tiling = self.options.tiling
             product = functools.partial(self.product, begin)
             acc = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.options.parts * tiling.columns)))
-            self.store(acc, self.row_gmem[tile] * UNIT + self.warpgroup * ROWS, num_rows, column)
+            self.store(acc, unit.row * UNIT + self.warpgroup * ROWS, num_rows, unit.run * tiling.columns)
 
         if self.options.tiling.warpgroups > 1:
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 UNIT = 8  # rows
+BEYOND = 56
 COMPARED = 1024  # pairs that are ranked by comparing each with each, in one kernel of XLA
 
 
@@ -27,8 +28,11 @@ class Work:
 
 
 def max_rows(num_pairs: int, num_experts: int) -> int:
-    """Rows that hold any choice of experts: up to `UNIT - 1` rows a visited expert are nobody's."""
-    return -(-(num_pairs + (UNIT - 1) * min(num_pairs, num_experts)) // UNIT) * UNIT
+    """Rows that hold any choice of experts: up to `UNIT - 1` rows a visited expert are nobody's.
+
+    Rows are fetched by powers of two, so that the last fetch may reach up to `BEYOND` rows past those in use.
+    """
+    return -(-(num_pairs + (UNIT - 1) * min(num_pairs, num_experts)) // UNIT) * UNIT + BEYOND
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
