@@ -147,7 +147,7 @@ def compile_for(platform: str, function, *args, **options):
 
 
 def kernels_of(compile_it: Callable[[], Any]) -> dict:
-    """Registers and spilled bytes of a thread in the worst of the kernels that a call compiles, and temporary memory."""
+    """Registers and spilled bytes of a thread in the worst kernel of a call, and the temporary memory of the call."""
     files = Path(PTXAS_FILES.name)
     for file in files.iterdir():
         file.unlink()

@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul import Tiling, grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import permute
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute, serves
 from jaxserve.pallas_kernels.grouped_matmul.work import max_rows, plan
 from jaxserve.pallas_kernels.paged_attention.hopper import ROWS
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import SHARED_MEMORY_BYTES, num_multiprocessors
@@ -43,13 +44,17 @@ def fused_moe(
 ) -> Array:
     """See the package's `fused_moe`."""
     (T, D), (_, E, _, F) = x.shape, down.shape
-    weights, experts = route(logits, top_k, normalize)
     up, across = tilings(T, top_k, E, D, F)
-    work, places = plan(experts, E, up.tile_rows)
-    rows = permute(x, places, max_rows(T * top_k, E), interpret=interpret)
+    if serves(T, E, top_k, up.tile_rows):
+        rows, work, places, weights = route_and_permute(x, logits, top_k, normalize=normalize, interpret=interpret)
+    else:
+        weights, experts = route(logits, top_k, normalize)
+        work, places = plan(experts, E, up.tile_rows)
+        rows = permute(x, places, max_rows(T * top_k, E), interpret=interpret)
+        places, weights = places.T, weights.T
     rows = grouped_matmul(rows, gate_up, layer, work, up, gated=True, interpret=interpret)
     rows = grouped_matmul(rows, down, layer, work, across, gated=False, interpret=interpret)
-    return jnp.sum(rows[places].astype(jnp.float32) * weights[:, :, None], axis=1).astype(x.dtype)
+    return jnp.sum(rows[places].astype(jnp.float32) * weights[:, :, None], axis=0).astype(x.dtype)
 
 
 def route(logits: Array, top_k: int, normalize: bool) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels.grouped_matmul import fused_moe, mosaic_gpu, reference, unsupported
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute
 from jaxserve.pallas_kernels.grouped_matmul.work import UNIT, max_rows, max_tiles, plan
 
 ON_GPU = jax.devices()[0].platform == "gpu"
@@ -37,6 +38,8 @@ CASES = {
     "one_choice": Case(tokens=7, top_k=1),
     "every_expert": Case(tokens=4, experts=4, top_k=4),
     "wide": Case(tokens=6, F=384, D=128),
+    "routed_one_token": Case(tokens=1, experts=128, top_k=8, D=128),
+    "routed_few_tokens": Case(tokens=11, experts=64, top_k=4, D=128, normalize=False, skew=2.0),
     "more_rows_than_a_tile": Case(tokens=150, experts=6, top_k=1, skew=8.0),
     "many_rows": Case(tokens=170, experts=4, top_k=2),
     "many_rows_skewed": Case(tokens=300, experts=8, top_k=2, skew=8.0),
@@ -108,6 +111,37 @@ def test_a_plausible_wrong_answer_is_out_of_bounds(wrong):
     else:
         got = run(x, logits, gate_up, jnp.roll(down, 1, axis=1), case)
     assert error(got, expected, case) > 1
+
+
+@interpreted
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routing_in_one_kernel_gives_what_xla_gives(normalize):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((9, 128)), jnp.bfloat16)
+    logits = jnp.asarray(rng.integers(-9, 9, (9, 128)) / 2, jnp.float32)  # many are equal: the first ones count
+    logits = logits.at[3].add(jnp.where(jnp.arange(128) % 2 == 0, -jnp.inf, 0.0))
+    options = {} if ON_GPU else {"interpret": True}
+    rows, work, places, weights = route_and_permute(x, logits, 8, normalize=normalize, **options)
+    expected_weights, experts = mosaic_gpu.route(logits, 8, normalize)
+    expected, expected_places = plan(experts, 128, 64)
+    num_tiles = int(expected.num_tiles[0])
+    assert int(work.num_tiles[0]) == num_tiles
+    for field in ("expert", "row", "num_rows"):
+        np.testing.assert_array_equal(getattr(work, field)[:num_tiles], getattr(expected, field)[:num_tiles])
+    np.testing.assert_array_equal(places, expected_places.T)
+    np.testing.assert_allclose(weights, expected_weights.T, rtol=1e-5)
+    np.testing.assert_array_equal(rows[places], jnp.broadcast_to(x, (8, *x.shape)))
+
+
+@interpreted
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_numbers_harm_no_other_token(value):
+    case = Case(tokens=3, experts=64, top_k=2, D=128)
+    x, logits, *stacks = inputs(case)
+    stacks = [jnp.nan_to_num(stack) for stack in stacks]
+    expected = np.asarray(run(x, logits, *stacks, case), np.float32)
+    got = np.asarray(run(x, logits.at[1].set(value), *stacks, case), np.float32)
+    np.testing.assert_array_equal(got[[0, 2]], expected[[0, 2]])
 
 
 @interpreted
