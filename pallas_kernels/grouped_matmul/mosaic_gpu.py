@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choose import choose
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul import Tiling, grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import permute
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute, serves
-from jaxserve.pallas_kernels.grouped_matmul.work import max_rows, plan
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute
+from jaxserve.pallas_kernels.grouped_matmul.work import Picks, max_rows, picks_of, plan
 from jaxserve.pallas_kernels.paged_attention.hopper import ROWS
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import SHARED_MEMORY_BYTES, num_multiprocessors
 
@@ -45,22 +46,30 @@ def fused_moe(
     """See the package's `fused_moe`."""
     (T, D), (_, E, _, F) = x.shape, down.shape
     up, across = tilings(T, top_k, E, D, F)
-    if serves(T, E, top_k, up.tile_rows):
-        rows, work, places, weights = route_and_permute(x, logits, top_k, normalize=normalize, interpret=interpret)
+    how = {"normalize": normalize, "interpret": interpret}
+    if by_kernel(E, top_k) and T <= ROWS:
+        rows, work, places, weights = route_and_permute(x, logits, top_k, **how)
     else:
-        weights, experts = route(logits, top_k, normalize)
-        work, places = plan(experts, E, up.tile_rows)
-        rows = permute(x, places, max_rows(T * top_k, E), interpret=interpret)
-        places, weights = places.T, weights.T
+        picks, weights = choose(logits, top_k, **how) if by_kernel(E, top_k) else route(logits, top_k, normalize)
+        work, first_row = plan(picks, T * top_k, up.tile_rows)
+        num_rows = max_rows(T * top_k, E)
+        rows, places, weights = permute(x, picks, weights, first_row, num_rows, interpret=interpret)
     rows = grouped_matmul(rows, gate_up, layer, work, up, gated=True, interpret=interpret)
     rows = grouped_matmul(rows, down, layer, work, across, gated=False, interpret=interpret)
     return jnp.sum(rows[places].astype(jnp.float32) * weights[:, :, None], axis=0).astype(x.dtype)
 
 
-def route(logits: Array, top_k: int, normalize: bool) -> tuple[Array, Array]:
-    """Weights and ids of the `top_k` experts of each token, `[T, top_k]`."""
+def by_kernel(num_experts: int, top_k: int) -> bool:
+    """Whether a kernel makes the choices, which keeps what it knows of the experts in one warpgroup."""
+    return num_experts in (64, 128) and top_k <= 16
+
+
+def route(logits: Array, top_k: int, normalize: bool) -> tuple[Picks, Array]:
+    """The picks of the `top_k` largest logits of each token, and their weights, `[top_k, T]`, in plain XLA."""
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True) if normalize else weights, experts
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return picks_of(experts, logits.shape[1]), weights.T
 
 
 def tilings(num_tokens: int, top_k: int, num_experts: int, D: int, F: int) -> tuple[Tiling, Tiling]:

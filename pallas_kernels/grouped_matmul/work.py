@@ -13,7 +13,16 @@ from jax import Array, lax
 
 UNIT = 8  # rows
 BEYOND = 56
-COMPARED = 1024  # pairs that are ranked by comparing each with each, in one kernel of XLA
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picks:
+    """Which experts the tokens pick, by blocks of consecutive tokens."""
+
+    expert: Array  # i32 [top_k, tokens]
+    rank: Array  # i32 [top_k, tokens], how many tokens before it in its block pick the same; below 0: pick of no one
+    counts: Array  # i32 [blocks, E], how many tokens of a block pick an expert
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +33,7 @@ class Work:
     expert: Array  # i32 [tiles]
     row: Array  # i32 [tiles], the first row, in units
     num_rows: Array  # i32 [tiles]
-    num_tiles: Array  # i32 [1], those in use; fields of others hold anything
+    num_tiles: Array  # i32 [1 or more], those in use; fields of others hold anything
 
 
 def max_rows(num_pairs: int, num_experts: int) -> int:
@@ -40,24 +49,20 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return visited + (num_pairs - visited) // tile_rows
 
 
-def plan(experts: Array, num_experts: int, tile_rows: int) -> tuple[Work, Array]:
-    """The tiles, of up to `tile_rows` rows, and the row of every (token, choice) pair, i32 `[T, top_k]`.
+def plan(picks: Picks, num_pairs: int, tile_rows: int) -> tuple[Work, Array]:
+    """The tiles, of up to `tile_rows` rows, and the row of the first token of each block that picks an expert.
 
-    `experts` `[T, top_k]` are those that each token picks, no one twice.
+    The latter is i32 `[blocks, E]`: a pick's row is its rank more.
     """
-    num_pairs = experts.size
-    if experts.shape[0] == 1:  # every pair is an expert of its own
-        row = jnp.arange(num_pairs, dtype=jnp.int32)
-        num_rows, num_tiles = jnp.ones_like(row), jnp.full(1, num_pairs, jnp.int32)
-        return Work(expert=experts[0], row=row, num_rows=num_rows, num_tiles=num_tiles), UNIT * row[None]
-    counts, rank = _counts_and_ranks(experts, num_experts)
+    (num_blocks, E), counts = picks.counts.shape, jnp.sum(picks.counts, axis=0, dtype=jnp.int32)
     units, tiles = -(-counts // UNIT), -(-counts // tile_rows)
-    ids = jnp.arange(num_experts, dtype=jnp.int32)
-    up_to = ids[:, None] >= ids[None]  # a sum over a few experts: one kernel, where a cumulative sum takes several
+    # Sums of the few before each one: a kernel, where a cumulative sum takes several
+    up_to, blocks_before = jnp.tri(E, dtype=bool), jnp.tri(num_blocks, k=-1, dtype=bool)
     unit_ends, tile_ends = (jnp.sum(jnp.where(up_to, x[None], 0), axis=1, dtype=jnp.int32) for x in (units, tiles))
-    tile = jnp.arange(max_tiles(num_pairs, num_experts, tile_rows), dtype=jnp.int32)
+    earlier = jnp.sum(jnp.where(blocks_before[:, :, None], picks.counts[None], 0), axis=1, dtype=jnp.int32)
+    tile = jnp.arange(max_tiles(num_pairs, E, tile_rows), dtype=jnp.int32)
     of_tile = jnp.sum(tile_ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
-    of_tile = jnp.minimum(of_tile, num_experts - 1)
+    of_tile = jnp.minimum(of_tile, E - 1)
     before = tile_rows * (tile - (tile_ends - tiles)[of_tile])  # rows of the same expert in earlier tiles
     work = Work(
         expert=of_tile,
@@ -65,18 +70,13 @@ def plan(experts: Array, num_experts: int, tile_rows: int) -> tuple[Work, Array]
         num_rows=jnp.minimum(counts[of_tile] - before, tile_rows),
         num_tiles=tile_ends[-1:],
     )
-    return work, UNIT * (unit_ends - units)[experts] + rank
+    return work, UNIT * (unit_ends - units)[None] + earlier
 
 
-def _counts_and_ranks(experts: Array, num_experts: int) -> tuple[Array, Array]:
-    """Pairs of each expert, i32 `[E]`, and for each pair those of the same expert that come before it `[T, top_k]`."""
-    if experts.size <= COMPARED:
-        flat = experts.reshape(-1)
-        place = jnp.arange(flat.size)
-        earlier = (flat[:, None] == flat[None]) & (place[:, None] > place[None])
-        ids = jnp.arange(num_experts)
-        counts = jnp.sum(ids[:, None] == flat[None], axis=1, dtype=jnp.int32)
-        return counts, jnp.sum(earlier, axis=1, dtype=jnp.int32).reshape(experts.shape)
-    picks = jnp.any(experts[:, :, None] == jnp.arange(num_experts)[None, None], axis=1)  # [T, E]
-    so_far = jnp.cumsum(picks, axis=0, dtype=jnp.int32)
-    return so_far[-1], jnp.take_along_axis(so_far, experts, axis=1) - 1
+def picks_of(experts: Array, num_experts: int) -> Picks:
+    """The picks of `[T, top_k]` experts, no one twice by a token, as one block."""
+    ids = jnp.arange(num_experts, dtype=jnp.int32)
+    picked = jnp.any(experts[:, :, None] == ids[None, None], axis=1)  # [T, E]
+    so_far = jnp.cumsum(picked, axis=0, dtype=jnp.int32)
+    rank = jnp.take_along_axis(so_far, experts, axis=1) - 1
+    return Picks(expert=experts.T, rank=rank.T, counts=so_far[-1:])
