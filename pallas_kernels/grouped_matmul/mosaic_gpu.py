@@ -54,7 +54,7 @@ def fused_moe(
         work, first_row = plan(picks, T * top_k, up.tile_rows)
         num_rows = max_rows(T * top_k, E)
         rows, places, weights = permute(x, picks, weights, first_row, num_rows, interpret=interpret)
-    rows = grouped_matmul(rows, gate_up, layer, work, up, gated=True, interpret=interpret)
+    rows = grouped_matmul(rows, gate_up, layer, work, up, gated=True, following=(down, across), interpret=interpret)
     rows = grouped_matmul(rows, down, layer, work, across, gated=False, interpret=interpret)
     return jnp.sum(rows[places].astype(jnp.float32) * weights[:, :, None], axis=0).astype(x.dtype)
 

@@ -6,6 +6,9 @@ rows and weights by TMA, some blocks of the summed dimension ahead and on into t
 multiplies its 64 rows with the weights of all columns of the unit. Rows beyond those that the expert has are not
 fetched: what is computed for them is not stored.
 
+The weights that the next matmul begins with are brought to the L2 cache while the last products are made, so that the
+memory does not rest between the kernels.
+
 With an activation, a unit has the same columns of both halves of the weights, so that `act(gate) * up` is formed where
 both are, in registers.
 """
@@ -22,6 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.grouped_matmul.work import UNIT, Work
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS
+
+PREFETCHED_BYTES = 128 * 1024  # by each CUDA block, of the next matmul's weights: in all what is read in 4 us
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,15 @@ def swizzled(width: int, itemsize: int = 2) -> Any:
 
 
 def grouped_matmul(
-    rows: Array, stack: Array, layer: int | Array, work: Work, tiling: Tiling, *, gated: bool, interpret: bool = False
+    rows: Array,
+    stack: Array,
+    layer: int | Array,
+    work: Work,
+    tiling: Tiling,
+    *,
+    gated: bool,
+    following: tuple[Array, Tiling] | None = None,
+    interpret: bool = False,
 ) -> Array:
     """`rows[i] @ stack[layer, expert of row i].T` for every row of a tile, in rows.dtype; other rows hold anything.
 
@@ -53,6 +66,7 @@ def grouped_matmul(
 
     Args:
         rows: `[rows, in]`. stack: `[L, E, out, in]`.
+        following: the stack and the tiling of the matmul that comes next, of the same tiles of rows and not gated.
     """
     (num_rows, depth), (L, E, outs, _) = rows.shape, stack.shape
     parts = 2 if gated else 1
@@ -61,7 +75,8 @@ def grouped_matmul(
     assert width % columns == 0, (width, columns)
     assert depth % block == 0, (depth, block)
     piece = max(p for p in (16, 32, 48, 64) if columns % p == 0)
-    options = Options(tiling=tiling, parts=parts, num_experts=E)
+    next_stack, next_tiling = following or (stack, None)
+    options = Options(tiling=tiling, next_tiling=next_tiling, parts=parts, num_experts=E)
     return plgpu.kernel(
         functools.partial(_kernel, options=options, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
@@ -82,6 +97,7 @@ def grouped_matmul(
     )(
         rows,
         stack.reshape(L * E, outs, depth),
+        next_stack.reshape(L * E, *next_stack.shape[2:]),
         work.expert,
         work.row,
         work.num_rows,
@@ -93,6 +109,7 @@ def grouped_matmul(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     tiling: Tiling
+    next_tiling: Tiling | None
     parts: int
     num_experts: int
 
@@ -112,6 +129,7 @@ class _Cta:
 
     rows_gmem: Any  # [rows, in]
     weights_gmem: Any  # [L E, out, in]
+    next_weights_gmem: Any  # [L E, out, in], of another matmul
     expert_gmem: Any  # i32 [tiles]
     row_gmem: Any
     num_rows_gmem: Any
@@ -190,6 +208,20 @@ class _Cta:
                 below = size
 
         lax.fori_loop(0, self.num_blocks, step, None)
+
+    def prefetch(self, tiling: Tiling) -> None:
+        """Brings the first weights of this CUDA block's first unit of the next matmul to the L2 cache."""
+        columns, (outs, depth) = tiling.columns, self.next_weights_gmem.shape[1:]
+        number, runs = lax.axis_index("multiprocessor"), outs // columns
+        tile, run = lax.div(number, runs), lax.rem(number, runs)
+
+        @pl.when(tile < self.num_tiles_gmem[0])
+        def _():
+            expert = self.layer_gmem[0] * self.options.num_experts + self.expert_gmem[tile]
+            weights = self.next_weights_gmem.at[expert, pl.ds(run * columns, columns)]
+            end = min(depth, PREFETCHED_BYTES // (2 * columns))
+            for begin in range(0, end, 256):  # the most that TMA moves in a dimension
+                plgpu.async_prefetch(weights.at[:, pl.ds(begin, min(256, depth - begin))])
 
     def sizes(self) -> list[int]:
         """Rows that are fetched at once: the fewest of these that hold those of a tile."""
@@ -273,6 +305,7 @@ class _Cta:
 def _kernel(
     rows_gmem,
     weights_gmem,
+    next_weights_gmem,
     expert_gmem,
     row_gmem,
     num_rows_gmem,
@@ -292,6 +325,7 @@ def _kernel(
     cta = _Cta(
         rows_gmem=rows_gmem,
         weights_gmem=weights_gmem,
+        next_weights_gmem=next_weights_gmem,
         expert_gmem=expert_gmem,
         row_gmem=row_gmem,
         num_rows_gmem=num_rows_gmem,
@@ -313,6 +347,8 @@ def _kernel(
         if computing > 1:
             plgpu.set_max_registers(40, action="decrease")
         cta.each_unit(cta.fetch)
+        if options.next_tiling is not None:
+            cta.prefetch(options.next_tiling)
 
     @pl.when(warpgroup < computing)
     def _compute():
