@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choose import choose
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul import Tiling, grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul import grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul_cta import Tiling
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import permute
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute
 from jaxserve.pallas_kernels.grouped_matmul.work import Picks, max_rows, picks_of, plan

@@ -95,7 +95,7 @@ def test_stacks_of_all_layers_and_an_index_are_taken_as_well():
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter of Mosaic GPU kernels is not reliable"
 )
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_on_hopper_the_kernels_give_the_same(stacked, monkeypatch):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((9, 128), (4, 128), (2, 4, 128, 128), (2, 4, 128, 64))
