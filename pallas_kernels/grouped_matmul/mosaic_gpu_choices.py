@@ -29,7 +29,7 @@ def square(*shape: int) -> Any:
 class Choices:
     logits_smem: Any  # f32 [ROWS, E]
     largest_smem: Any  # f32 [top_k, ROWS], the logits of the choices
-    chosen_smem: Any  # f32 [top_k, ROWS], their experts; NONE where a row is not numbers
+    chosen_smem: Any  # f32 [top_k, ROWS], their experts; NONE where that is -inf or not a number
     picks_smem: Any  # [ROWS, E], one where a token picks an expert
     tokens_smem: Any  # [2, ROWS, ROWS], ones up to the diagonal, and ones
 
@@ -72,19 +72,13 @@ class Choices:
                 p - jnp.where(s == over(value, s), -column, -NONE).max(axis=1) for p, s in zip(parts, left, strict=True)
             ]
             expert = functools.reduce(jnp.minimum, found)  # of equal logits the first
-            self.largest_smem[j], self.chosen_smem[j] = value, expert
+            self.largest_smem[j], self.chosen_smem[j] = value, jnp.where(value > -jnp.inf, expert, NONE)
             return [jnp.where(self.is_expert(expert, p), -jnp.inf, s) for p, s in zip(parts, left, strict=True)]
 
-        def pick(j: Array, picks: list[Array]) -> list[Array]:
-            expert = by_row(self.chosen_smem, j)
-            return [jnp.where(self.is_expert(expert, p), 1.0, s) for p, s in zip(parts, picks, strict=True)]
-
-        lax.fori_loop(0, self.top_k, choose, self.logits())
-        plgpu.commit_smem()
-        nothing = [zeros((ROWS, ROWS), plgpu.Layout.WGMMA)] * len(parts)
-        picks = lax.fori_loop(0, self.top_k, pick, nothing)
-        for part, picked in zip(parts, picks, strict=True):
-            self.picks_smem[:, pl.ds(part, ROWS)] = jnp.where(real, picked, 0.0).astype(self.picks_smem.dtype)
+        left = lax.fori_loop(0, self.top_k, choose, self.logits())
+        for part, some, before in zip(parts, left, self.logits(), strict=True):
+            picked = real & (some == -jnp.inf) & (before > -jnp.inf)
+            self.picks_smem[:, pl.ds(part, ROWS)] = ones(picked)
         plgpu.commit_smem()
 
     def logits(self) -> list[Array]:
@@ -102,19 +96,6 @@ class Choices:
     def ranks(self, part: int | Array) -> Array:
         """How many tokens before each one pick the expert, if this one does."""
         return product(self.tokens_smem.at[0], self.picks_smem.at[:, pl.ds(part, ROWS)]) - 1.0
-
-    def store_own(self, values: list[Array], none: float, target_smem: Any) -> None:
-        """For each choice the value of its expert, or `none`, as i32 `[top_k, ROWS]`."""
-
-        def store(j: Array, _) -> None:
-            expert = by_row(self.chosen_smem, j)
-            own = [
-                jnp.where(self.is_expert(expert, p), s, 0.0).sum(axis=1)
-                for p, s in zip(self.parts, values, strict=True)
-            ]
-            target_smem[j] = jnp.where(expert < NONE, functools.reduce(jnp.add, own), none).astype(jnp.int32)
-
-        lax.fori_loop(0, self.top_k, store, None)
 
     def store_weights(self, weights_smem: Any, normalize: bool) -> None:
         """Softmax over all logits, or over those of the choices, f32 `[top_k, ROWS]`."""

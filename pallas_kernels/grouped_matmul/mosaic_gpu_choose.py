@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choices import Choices, by_row
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choices import NONE, Choices, by_row
 from jaxserve.pallas_kernels.grouped_matmul.work import Picks
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS
 
@@ -64,10 +64,16 @@ def _choose_kernel(
     plgpu.barrier_wait(arrived)
     choices.make(choices.row >= (block * ROWS - begin).astype(jnp.float32))
     choices.store_weights(weights_smem, normalize)
-    choices.store_own([choices.ranks(part) for part in choices.parts], -1.0, rank_smem)
+    ranks = [choices.ranks(part) for part in choices.parts]
 
     def store(j, _):
-        expert_smem[j] = jnp.minimum(by_row(choices.chosen_smem, j), logits_gmem.shape[1] - 1.0).astype(jnp.int32)
+        expert = by_row(choices.chosen_smem, j)
+        own = [
+            jnp.where(choices.is_expert(expert, part), rank, 0.0).sum(axis=1)
+            for part, rank in zip(choices.parts, ranks, strict=True)
+        ]
+        rank_smem[j] = jnp.where(expert < NONE, functools.reduce(jnp.add, own), -1.0).astype(jnp.int32)
+        expert_smem[j] = jnp.where(expert < NONE, expert, 0.0).astype(jnp.int32)
 
     lax.fori_loop(0, choices.top_k, store, None)
     for part in choices.parts:  # the logits are done with

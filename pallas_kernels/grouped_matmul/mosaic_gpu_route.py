@@ -43,7 +43,6 @@ def route_and_permute(
             square(ROWS, E),
             square(ROWS, E),
             square(E, E),
-            plgpu.SMEM((top_k, ROWS), jnp.int32),
             plgpu.SMEM((top_k, ROWS), jnp.float32),
             plgpu.SMEM((3, E), jnp.int32),
             plgpu.SMEM((ROWS,), jnp.int32),
@@ -73,7 +72,6 @@ def _route_kernel(
     sizes_smem,  # [ROWS, E], units of each expert
     visited_smem,  # [ROWS, E], one if it has any
     experts_smem,  # [E, E], ones above the diagonal
-    places_smem,  # i32 [top_k, ROWS]
     weights_smem,  # f32 [top_k, ROWS]
     tiles_smem,  # i32 [3, E]
     num_tiles_smem,  # i32 [ROWS]
@@ -91,7 +89,7 @@ def _route_kernel(
     for part in parts:
         counts, some = choices.counts(part), pl.ds(part, ROWS)
         visited_smem[:, some] = ones(counts > 0.0)
-        units = lax.div(counts.astype(jnp.int32) + (UNIT - 1), UNIT)
+        units = (counts.astype(jnp.int32) + (UNIT - 1)) >> 3
         sizes_smem[:, some] = units.astype(jnp.float32).astype(sizes_smem.dtype)
     plgpu.commit_smem()
 
@@ -99,13 +97,21 @@ def _route_kernel(
         """Sums over the experts before each one."""
         return product(smem, experts_smem.at[:, pl.ds(part, ROWS)])
 
-    places = [before(sizes_smem, part) * UNIT + choices.ranks(part) for part in parts]
-    choices.store_own(places, rows_gmem.shape[0] - 1, places_smem)  # that row no tile has
-    plgpu.commit_smem()
-
     @pl.when(block < T)
     def _copy():
-        copy_row(x_gmem.at[block], [rows_gmem.at[places_smem[j, block]] for j in range(choices.top_k)])
+        for part in parts:  # where each expert has this token, instead of the logits
+            place = before(sizes_smem, part) * UNIT + choices.ranks(part)
+            choices.logits_smem[:, pl.ds(part, ROWS)] = place
+        plgpu.commit_smem()
+        places = []
+        for j in range(choices.top_k):
+            chosen = choices.chosen_smem[j, block]
+            expert = jnp.where(chosen < NONE, chosen, 0.0).astype(jnp.int32)
+            place = choices.logits_smem[block, expert].astype(jnp.int32)
+            places.append(jnp.where(chosen < NONE, place, rows_gmem.shape[0] - 1))  # the last one no tile has
+        copy_row(x_gmem.at[block], [rows_gmem.at[place] for place in places])
+        for j, place in enumerate(places):
+            places_gmem[j, block] = place
 
     @pl.when(block == T)
     def _write():
@@ -134,10 +140,6 @@ def _route_kernel(
         plgpu.commit_smem()
         for i, target in enumerate((expert_gmem, row_gmem, num_rows_gmem)):
             plgpu.copy_smem_to_gmem(tiles_smem.at[i], target)
-        for source, target in (
-            (num_tiles_smem, num_tiles_gmem),
-            (places_smem, places_gmem),
-            (weights_smem, weights_gmem),
-        ):
-            plgpu.copy_smem_to_gmem(source, target)
+        plgpu.copy_smem_to_gmem(num_tiles_smem, num_tiles_gmem)
+        plgpu.copy_smem_to_gmem(weights_smem, weights_gmem)
         plgpu.wait_smem_to_gmem(0)
