@@ -26,7 +26,7 @@ from jaxserve.layers.linear import fan_in
 from jaxserve.layers.moe import moe, route
 from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul import grouped_matmul
-from jaxserve.pallas_kernels.grouped_matmul.work import max_rows, plan
+from jaxserve.pallas_kernels.grouped_matmul.work import max_rows, picks_of, plan
 
 LAYERS, E, D, F, TOP_K = 8, 128, 2048, 768, 8
 EXPERT_BYTES = 3 * D * F * 2
@@ -88,7 +88,7 @@ def matmul_row(rows: int, p: dict[str, Array]) -> Row:
     num_tokens = rows * E // TOP_K
     experts = (np.arange(num_tokens)[:, None] * TOP_K + np.arange(TOP_K)) % E
     tiling, _ = mosaic_gpu.tilings(num_tokens, TOP_K, E, D, F)
-    work, _ = jax.jit(plan, static_argnums=(1, 2))(jnp.asarray(experts, jnp.int32), E, tiling.tile_rows)
+    work, _ = plan(picks_of(jnp.asarray(experts, jnp.int32), E), num_tokens * TOP_K, tiling.tile_rows)
     x = jax.random.normal(jax.random.key(9), (max_rows(num_tokens * TOP_K, E), D), jnp.bfloat16)
 
     @jax.jit
