@@ -49,7 +49,7 @@ def fused_moe(
     up, across = tilings(T, top_k, E, D, F)
     how = {"normalize": normalize, "interpret": interpret}
     if by_kernel(E, top_k) and T <= ROWS:
-        rows, work, places, weights = route_and_permute(x, logits, top_k, **how)
+        rows, work, places, weights = route_and_permute(x, logits, gate_up, layer, top_k, up, **how)
     else:
         picks, weights = choose(logits, top_k, **how) if by_kernel(E, top_k) else route(logits, top_k, normalize)
         work, first_row = plan(picks, T * top_k, up.tile_rows)

@@ -97,6 +97,14 @@ class Choices:
         """How many tokens before each one pick the expert, if this one does."""
         return product(self.tokens_smem.at[0], self.picks_smem.at[:, pl.ds(part, ROWS)]) - 1.0
 
+    def own(self, j: Array, values: list[Array], none: float) -> Array:
+        """For each token the value of its j-th expert, or `none`, as i32."""
+        expert = by_row(self.chosen_smem, j)
+        found = [
+            jnp.where(self.is_expert(expert, p), s, 0.0).sum(axis=1) for p, s in zip(self.parts, values, strict=True)
+        ]
+        return jnp.where(expert < NONE, functools.reduce(jnp.add, found), none).astype(jnp.int32)
+
     def store_weights(self, weights_smem: Any, normalize: bool) -> None:
         """Softmax over all logits, or over those of the choices, f32 `[top_k, ROWS]`."""
         largest = by_row(self.largest_smem, 0)

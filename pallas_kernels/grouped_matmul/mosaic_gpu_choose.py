@@ -67,12 +67,8 @@ def _choose_kernel(
     ranks = [choices.ranks(part) for part in choices.parts]
 
     def store(j, _):
+        rank_smem[j] = choices.own(j, ranks, -1.0)
         expert = by_row(choices.chosen_smem, j)
-        own = [
-            jnp.where(choices.is_expert(expert, part), rank, 0.0).sum(axis=1)
-            for part, rank in zip(choices.parts, ranks, strict=True)
-        ]
-        rank_smem[j] = jnp.where(expert < NONE, functools.reduce(jnp.add, own), -1.0).astype(jnp.int32)
         expert_smem[j] = jnp.where(expert < NONE, expert, 0.0).astype(jnp.int32)
 
     lax.fori_loop(0, choices.top_k, store, None)

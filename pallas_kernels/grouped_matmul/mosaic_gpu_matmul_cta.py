@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.grouped_matmul.work import UNIT
 from jaxserve.pallas_kernels.paged_attention.hopper import ROWS
 
-PREFETCHED_BYTES = 128 * 1024  # by each CUDA block, of the next matmul's weights: in all what is read in 4 us
+PREFETCHED_BYTES = 128 * 1024  # by each CUDA block, of the next matmul's weights: together what is read in 4 us
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,18 +132,15 @@ class Cta:
         lax.fori_loop(0, self.num_blocks, step, None)
 
     def prefetch(self, tiling: Tiling) -> None:
-        """Brings the first weights of this CUDA block's first unit of the next matmul to the L2 cache."""
-        columns, (outs, depth) = tiling.columns, self.next_weights_gmem.shape[1:]
-        number, runs = lax.axis_index("multiprocessor"), outs // columns
-        tile, run = lax.div(number, runs), lax.rem(number, runs)
+        """Brings weights that this CUDA block begins the next matmul with to the L2 cache."""
+        runs = self.next_weights_gmem.shape[1] // tiling.columns
+        number = lax.axis_index("multiprocessor")
+        tile = lax.div(number, runs)
 
         @pl.when(tile < self.num_tiles_gmem[0])
         def _():
             expert = self.layer_gmem[0] * self.options.num_experts + self.expert_gmem[tile]
-            weights = self.next_weights_gmem.at[expert, pl.ds(run * columns, columns)]
-            end = min(depth, PREFETCHED_BYTES // (2 * columns))
-            for begin in range(0, end, 256):  # the most that TMA moves in a dimension
-                plgpu.async_prefetch(weights.at[:, pl.ds(begin, min(256, depth - begin))])
+            prefetch_unit(self.next_weights_gmem.at[expert], lax.rem(number, runs), tiling.columns, parts=1)
 
     def sizes(self) -> list[int]:
         """Rows that are fetched at once: the fewest of these that hold those of a tile."""
@@ -222,3 +219,13 @@ class Cta:
                     plgpu.copy_smem_to_gmem(some, out_gmem.at[pl.ds(row + done * UNIT, count * UNIT)])
 
                 done = done + jnp.where(there, count, 0)
+
+
+def prefetch_unit(weights_gmem: Any, run: Array, columns: int, parts: int) -> None:
+    """Brings the first weights of a unit to the L2 cache, from those of its expert, `[out, in]`."""
+    outs, depth = weights_gmem.shape
+    end = min(depth, PREFETCHED_BYTES // (2 * parts * columns))
+    for part in range(parts):
+        some = weights_gmem.at[pl.ds(run * columns + part * (outs // parts), columns)]
+        for begin in range(0, end, 256):  # the most that TMA moves in a dimension
+            plgpu.async_prefetch(some.at[:, pl.ds(begin, min(256, depth - begin))])

@@ -143,7 +143,9 @@ def hard_logits(num_tokens: int):
 @pytest.mark.parametrize("normalize", [True, *slow(False)])
 def test_routing_in_one_kernel_gives_what_xla_gives(normalize):
     x, logits = jax.random.normal(jax.random.key(0), (9, 128), jnp.bfloat16), hard_logits(9)
-    rows, work, places, weights = route_and_permute(x, logits, 8, normalize=normalize, **INTERPRET)
+    up, _ = mosaic_gpu.tilings(9, 8, 128, 128, 64)
+    gate_up = jnp.zeros((1, 128, 128, 128), x.dtype)
+    rows, work, places, weights = route_and_permute(x, logits, gate_up, 0, 8, up, normalize=normalize, **INTERPRET)
     picks, expected_weights = mosaic_gpu.route(logits, 8, normalize)
     expected, expected_places = rows_of(picks, 72, 64)
     num_tiles = int(expected.num_tiles[0])
