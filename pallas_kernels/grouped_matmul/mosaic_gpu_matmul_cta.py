@@ -195,7 +195,8 @@ class Cta:
                 up = acc[:, self.options.tiling.columns + c : self.options.tiling.columns + c + piece]
                 out = out / (1.0 + jnp.exp(-out)) * up
             out_smem = self.out_smem.at[self.warpgroup, c // piece % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # Of the unit before nothing is on its way any more; of this one, what has been stored from the other buffer
+            plgpu.wait_smem_to_gmem(min(c, 1), wait_read_only=True)
             out_smem[...] = out.astype(out_smem.dtype)
             plgpu.commit_smem()
             self.store_rows(out_smem, self.out_gmem.at[:, pl.ds(column + c, piece)], row, num_rows)
