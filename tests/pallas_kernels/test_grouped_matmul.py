@@ -1,4 +1,7 @@
-"""The experts' kernels against the definition, in Pallas' interpreter where there is no Hopper GPU."""
+"""The experts' kernels against the definition, in Pallas' interpreter where there is no Hopper GPU.
+
+On a GPU, `pytest --noconftest tests/pallas_kernels` runs the same tests compiled.
+"""
 
 import dataclasses
 
@@ -6,11 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.grouped_matmul import fused_moe, mosaic_gpu, reference, unsupported
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choose import choose
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import permute
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute
+from jaxserve.pallas_kernels.grouped_matmul import (
+    fused_moe,
+    mosaic_gpu,
+    mosaic_gpu_choose,
+    mosaic_gpu_matmul,
+    mosaic_gpu_permute,
+    mosaic_gpu_route,
+    reference,
+    unsupported,
+)
 from jaxserve.pallas_kernels.grouped_matmul.work import UNIT, max_rows, max_tiles, picks_of, plan
 
 ON_GPU = jax.devices()[0].platform == "gpu"
@@ -46,20 +56,22 @@ CASES = {
     "every_expert": Case(tokens=4, experts=4, top_k=4),
     "wide": Case(tokens=6, F=384, D=128),
     "routed_one_token": Case(tokens=1, experts=128, top_k=8, D=128),
-    "routed_few_tokens": Case(tokens=11, experts=64, top_k=4, D=128, normalize=False, skew=2.0),
+    "routed_few_tokens": Case(tokens=6, experts=64, top_k=4, D=128, normalize=False, skew=2.0),
     "routed_by_blocks": Case(tokens=100, experts=64, top_k=2, D=128),
     "more_rows_than_a_tile": Case(tokens=150, experts=6, top_k=1, skew=8.0),
     "many_rows": Case(tokens=170, experts=4, top_k=2),
-    "many_rows_skewed": Case(tokens=300, experts=8, top_k=2, skew=8.0),
+    "many_rows_skewed": Case(tokens=140, experts=4, top_k=2, D=128, skew=8.0),
 }
-FAST_CASES = ("few_tokens", "routed_few_tokens", "routed_by_blocks", "many_rows_skewed")
+FAST_CASES = ("few_tokens", "routed_few_tokens", "many_rows_skewed")
 
 
 @pytest.fixture(autouse=True)
-def few_multiprocessors(monkeypatch):
-    """Three interpreted multiprocessors, so that each has several units."""
+def interpreter(monkeypatch):
+    """Three interpreted multiprocessors, so that each has several units, and an error where accesses are unordered."""
     if not ON_GPU:
         monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 3)
+        for module in (mosaic_gpu_choose, mosaic_gpu_matmul, mosaic_gpu_permute, mosaic_gpu_route):
+            monkeypatch.setattr(module, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True))
 
 
 def inputs(case: Case):
@@ -145,7 +157,9 @@ def test_routing_in_one_kernel_gives_what_xla_gives(normalize):
     x, logits = jax.random.normal(jax.random.key(0), (9, 128), jnp.bfloat16), hard_logits(9)
     up, _ = mosaic_gpu.tilings(9, 8, 128, 128, 64)
     gate_up = jnp.zeros((1, 128, 128, 128), x.dtype)
-    rows, work, places, weights = route_and_permute(x, logits, gate_up, 0, 8, up, normalize=normalize, **INTERPRET)
+    rows, work, places, weights = mosaic_gpu_route.route_and_permute(
+        x, logits, gate_up, 0, 8, up, normalize=normalize, **INTERPRET
+    )
     picks, expected_weights = mosaic_gpu.route(logits, 8, normalize)
     expected, expected_places = rows_of(picks, 72, 64)
     num_tiles = int(expected.num_tiles[0])
@@ -158,16 +172,18 @@ def test_routing_in_one_kernel_gives_what_xla_gives(normalize):
 
 
 @interpreted
-@pytest.mark.parametrize("num_tokens", [131, *slow(64)])
+@pytest.mark.parametrize("num_tokens", [70, *slow(64, 131)])
 def test_choices_by_blocks_lead_to_the_same_rows(num_tokens):
     normalize = num_tokens == 64
     x, logits = jax.random.normal(jax.random.key(0), (num_tokens, 128), jnp.bfloat16), hard_logits(num_tokens)
-    picks, weights = choose(logits, 8, normalize=normalize, **INTERPRET)
+    picks, weights = mosaic_gpu_choose.choose(logits, 8, normalize=normalize, **INTERPRET)
     whole, expected_weights = mosaic_gpu.route(logits, 8, normalize)
     expected, expected_places = rows_of(whole, 8 * num_tokens, 64)
     work, first_row = plan(picks, 8 * num_tokens, 64)
     jax.tree.map(np.testing.assert_array_equal, work, expected)
-    rows, places, weights = permute(x, picks, weights, first_row, max_rows(8 * num_tokens, 128), **INTERPRET)
+    rows, places, weights = mosaic_gpu_permute.permute(
+        x, picks, weights, first_row, max_rows(8 * num_tokens, 128), **INTERPRET
+    )
     np.testing.assert_array_equal(places, expected_places)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
     np.testing.assert_array_equal(rows[places], jnp.broadcast_to(x, (8, *x.shape)))
