@@ -155,7 +155,7 @@ class Runner:
         whole = self._covering(
             StepShape(decode_rows=self.config.max_num_seqs, prefill_tokens=num_tokens, prefill_seqs=num_seqs)
         )
-        return [dataclasses.replace(whole, span=span) for span in spans]
+        return [dataclasses.replace(whole, span=span, completes=span[1] == self.num_layers) for span in spans]
 
     def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""

@@ -69,7 +69,7 @@ NUM_PAGES = {"cpu": 2048, "tpu": 2048, "cuda": 80 * 1024}
 SHAPES = {
     "decode": StepShape(decode_rows=16, prefill_tokens=0, prefill_seqs=0),
     "mixed": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16),
-    "layered": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16, span=(4, 8)),
+    "layered": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16, span=(4, 8), completes=False),
 }
 
 
