@@ -339,7 +339,8 @@ def _warm_up_layered(prefill: LayeredPrefill, runner: Runner, *, block: bool) ->
                 pairs = tokens**2 / 2 / max(shape.prefill_seqs, 1)
                 prefill.step_time.observe(StepWork(shape.decode_rows, 0, tokens, pairs, float(tokens > 0)), seconds)
     sizes = {shape.prefill_tokens for shape in runner.shapes if shape.decode_rows == runner.config.max_num_seqs}
-    runner.compile_spans([(size, prefill.spans_ahead(size)) for size in sorted(sizes, reverse=True)], block=block)
+    cohorts = [(size, spans) for size in sorted(sizes, reverse=True) if size for spans in prefill.spans_ahead(size)]
+    runner.compile_spans(cohorts, block=block)
 
 
 def num_cpus() -> int:

@@ -288,8 +288,7 @@ class Runner:
     def compile_spans(self, cohorts: Iterable[tuple[int, Sequence[tuple[int, int]]]], *, block: bool) -> None:
         """Compiles what cohorts of so many tokens need for these spans, in the background unless `block`."""
         for num_tokens, spans in cohorts:
-            if spans:
-                self.span_rows(num_tokens, 1, spans)
+            self.span_rows(num_tokens, 1, spans)
         if block:
             rows = self.config.mixed_decode_rows
             keys = [dataclasses.replace(shape, decode_rows=b) for shape in self._spans for b in rows]

@@ -126,12 +126,12 @@ class LayeredPrefill(ChunkedPrefill):
             work = StepWork(len(plan.decode), plan.num_kv_tokens, plan.cohort.num_tokens, bulk.num_pairs, share)
         self.step_time.observe(work, seconds)
 
-    def spans_ahead(self, num_tokens: int) -> list[Span]:
-        """What cohorts of half as many tokens and more will pass beside few decodes or many, as far as can be told."""
+    def spans_ahead(self, num_tokens: int) -> list[list[Span]]:
+        """Ways through the layers that cohorts of half as many tokens and more will go, as far as can be told."""
         loads = [Draft(step=0, config=self._config, num_decodes=n) for n in (1, self._config.max_num_seqs)]
         sizes = [NOTHING.plus(0, size) for size in (num_tokens // 2 + 1, num_tokens)]
         counts = {self._num_groups(load, size) for load in loads for size in sizes}
-        return sorted({span for groups in counts - {1} for span in spans(self._num_layers, groups)})
+        return [spans(self._num_layers, groups) for groups in sorted(counts - {1})]
 
     # A cohort that begins
 
