@@ -296,7 +296,8 @@ class EngineCore:
             raise RequestError(f"cannot end the profile: {error}") from error
 
     def close(self) -> None:
-        """Stops background compiles. The core cannot step any more."""
+        """Stops background compiles and frees the device's memory. The core cannot step any more."""
+        self._cause_of_death = self._cause_of_death or "it was closed"
         self.runner.close()
         self._grammars.close()
 

@@ -100,8 +100,9 @@ class Runner:
         if cohort is not None and shape.starts_above:
             arguments += (self._frontiers.pop(cohort),)
         hidden, prefill_hidden, self.kv, self._sequences = forward(*arguments)
-        if cohort is not None and not plan.completes:
+        if self._frontiers:
             self._frontiers = {other: rows for other, rows in self._frontiers.items() if other.live()}
+        if cohort is not None and not plan.completes:
             self._frontiers[cohort] = prefill_hidden
         scored = self._score_prompts(plan, prefill_hidden)
         return StepFuture(plan, shape, hidden, scored)
@@ -349,7 +350,8 @@ class Runner:
     def close(self) -> None:
         """Ends compiles and lets go of the weights and the cache: another engine may need the memory."""
         self._compiler.close()
-        self._params, self._head, self.kv = {}, {}, {}
+        self._params, self._head, self.kv, self._frontiers = {}, {}, {}, {}
+        del self._sequences, self._sampling
 
     def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.dense_layer import grid_sync
-from jaxserve.pallas_kernels.dense_layer.cuts import BLOCK, MAX_ROWS, MAX_WIDTH, VECTOR, Cut, chunk, cut
+from jaxserve.pallas_kernels.dense_layer.cuts import BLOCK, MAX_ROWS, VECTOR, WIDTHS, Cut, chunk, cut, fits_rows
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS, SWIZZLED, over
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import num_multiprocessors
 
@@ -56,10 +56,12 @@ def cuts_of(weights: Any, workers: int) -> Cuts | None:
 
 def unsupported(weights: Any, num_rows: int) -> str | None:
     """Why the kernel cannot serve this call; None if it can."""
-    if num_rows % 8 or num_rows > MAX_ROWS:
+    if not fits_rows(num_rows):
         return f"rows must be a multiple of 8 up to {MAX_ROWS}, got {num_rows}"
-    if any(getattr(leaf, "dtype", None) != jnp.bfloat16 for leaf in weights):
-        return "all weights must be bfloat16"
+    for name, leaf in weights._asdict().items():
+        dtype = getattr(leaf, "dtype", "quantised weights")
+        if dtype != jnp.bfloat16:
+            return f"all weights must be bfloat16, got {dtype} for {name}"
     if cuts_of(weights, num_multiprocessors()) is None:
         shapes = {name: leaf.shape[1:] for name, leaf in weights._asdict().items()}
         return f"inputs must be multiples of {BLOCK} and outputs of the layer and of qkv of {VECTOR}, got {shapes}"
@@ -95,7 +97,7 @@ def dense_layer(
             jax.ShapeDtypeStruct((cuts.qkv.splits, R, QKV), jnp.float32),
         ),
         scratch_types=(
-            plgpu.SMEM((STAGES, 2, MAX_WIDTH, BLOCK), x.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((STAGES, 2, WIDTHS[-1], BLOCK), x.dtype, transforms=SWIZZLED),
             plgpu.SMEM((ROW_STAGES, ROWS, PIECE), x.dtype, transforms=SWIZZLED),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),
@@ -143,7 +145,7 @@ def _kernel(
     squares_gmem,  # f32 [chunks, ROWS]: sums of the squares of the residual stream
     act_gmem,  # [R, F]
     head_parts_gmem,  # f32 [splits, R, QKV]
-    w_smem,  # [STAGES, 2, MAX_WIDTH, BLOCK]
+    w_smem,  # [STAGES, 2, WIDTHS[-1], BLOCK]
     x_smem,  # [ROW_STAGES, ROWS, PIECE]
     w_arrived,  # [STAGES]
     w_consumed,
@@ -158,13 +160,13 @@ def _kernel(
 ):
     L, D = o_gmem.shape[0], x_gmem.shape[1]
     layer, warpgroup = layer_gmem[0], lax.axis_index("warpgroup")
-    after = jnp.minimum(layer + 1, L - 1)
-    there = jnp.where(layer + 1 < L, 1, 0)
+    next_layer = jnp.minimum(layer + 1, L - 1)
+    has_next = jnp.where(layer + 1 < L, 1, 0)
     block = Block(
         index=lax.axis_index("block"),
         count=lax.axis_size("block"),
         counter=counter_gmem,
-        before=counter_gmem[1],
+        start=counter_gmem[1],
         done=done,
         w_smem=w_smem,
         x_smem=x_smem,
@@ -214,21 +216,21 @@ def _kernel(
 
         block.each_chunk(heads_gmem.shape, VECTOR, add)
 
-    def matmul(name: str, rows, weights, finish: Callable, before: Callable | None = None, times: Any = 1) -> "Matmul":
-        return Matmul(cut=getattr(cuts, name), rows=rows, weights=weights, finish=finish, before=before, times=times)
+    def matmul(name: str, rows, weights, finish: Callable, prepare: Callable | None = None, times: Any = 1) -> "Matmul":
+        return Matmul(cut=getattr(cuts, name), rows=rows, weights=weights, finish=finish, prepare=prepare, times=times)
 
     steps: list[Matmul | Callable[[], None]] = [
         matmul("o", attended_gmem, o_gmem.at[layer], functools.partial(store_parts, parts_gmem, cuts.o)),
         functools.partial(add_residual, cuts.o.splits, x_gmem, post_norm_gmem.at[layer]),
         matmul("gate_up", scaled_gmem, gate_up_gmem.at[layer], activate, factors_of_rows),
         matmul("down", act_gmem, down_gmem.at[layer], functools.partial(store_parts, parts_gmem, cuts.down)),
-        functools.partial(add_residual, cuts.down.splits, y_gmem, input_norm_gmem.at[after]),
+        functools.partial(add_residual, cuts.down.splits, y_gmem, input_norm_gmem.at[next_layer]),
         matmul(
             "qkv",
             scaled_gmem,
-            qkv_gmem.at[after],
+            qkv_gmem.at[next_layer],
             functools.partial(store_parts, head_parts_gmem, cuts.qkv),
-            times=there,
+            times=has_next,
         ),
         add_heads,
     ]
@@ -256,8 +258,8 @@ class Matmul:
     cut: Cut
     rows: Any  # [R, inputs]
     weights: Any  # [outputs, inputs], twice the outputs if gated
-    finish: Callable[..., None]  # (tile, split, the sums of the two halves, what `before` returned)
-    before: Callable[[], Any] | None  # what of other steps `finish` needs
+    finish: Callable[..., None]  # (tile, split, the sums of the two halves, what `prepare` returned)
+    prepare: Callable[[], Any] | None  # what of other steps `finish` needs
     times: int | Array  # 0 = the step is left out
 
 
@@ -268,7 +270,7 @@ class Block:
     index: Array
     count: int
     counter: Any
-    before: Array
+    start: Array  # what the counter was
     done: Any
     w_smem: Any
     x_smem: Any
@@ -323,7 +325,7 @@ class Block:
         """Until all blocks have done the steps before this one."""
         if self.interpret:
             return plgpu.barrier_wait(self.done)
-        grid_sync.wait(self.counter, self.before + step * self.count)
+        grid_sync.wait(self.counter, self.start + step * self.count)
 
     # The warpgroups
 
@@ -351,8 +353,10 @@ class Block:
     def fetch_rows(self, steps: list) -> None:
         i = jnp.int32(0)
         for number, step in enumerate(steps):
+            # A block without a share must not look at the counter late: it might be that of the next kernel already
+            share = self.share(step.cut.units) if isinstance(step, Matmul) else 0
             if number > 0:
-                self.wait(number)
+                pl.when(jnp.logical_or(self.interpret, share > 0))(functools.partial(self.wait, number))
             if isinstance(step, Matmul):
                 i = self.each_unit(step, i, functools.partial(self.fetch_inputs, step))
 
@@ -377,7 +381,7 @@ class Block:
             if number > 0 and not self.interpret:
                 self.wait(number)
             if isinstance(step, Matmul):
-                needed = step.before() if step.before else None
+                needed = step.prepare() if step.prepare else None
                 i = self.each_unit(step, i, functools.partial(self.multiply, step, needed))
             else:
                 step()
@@ -386,7 +390,7 @@ class Block:
 
         @pl.when(self.index == 0)
         def _():
-            self.counter[1] = self.before + (len(steps) - 1) * self.count
+            self.counter[1] = self.start + (len(steps) - 1) * self.count
 
     def multiply(
         self, step: Matmul, needed: Any, i: Array, tile: Array, split: Array, begin: Array, end: Array
