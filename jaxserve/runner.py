@@ -351,7 +351,8 @@ class Runner:
         """Ends compiles and lets go of the weights and the cache: another engine may need the memory."""
         self._compiler.close()
         self._params, self._head, self.kv, self._frontiers = {}, {}, {}, {}
-        del self._sequences, self._sampling
+        for state in jax.tree.leaves((self._sequences, self._sampling)):
+            state.delete()
 
     def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract
