@@ -67,7 +67,7 @@ def moe(
 
 def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:
     """Whether the kernels serve this call. Where they could and do not, the log says once why."""
-    if paged_attention._preferred() != "mosaic_gpu":
+    if paged_attention.preferred() != "mosaic_gpu":
         return False
     reason = grouped_matmul.unsupported(x, gate_up, down, act)
     if reason is not None:

@@ -105,7 +105,7 @@ def test_on_hopper_the_kernels_give_the_same(stacked, monkeypatch):
     stacks, layer = ((gate_up, down), 1) if stacked else ((gate_up[1], down[1]), None)
     how = {"top_k": 2, "normalize": False, "act": "silu"}
     expected = moe(x, 9 * router, *stacks, layer=layer, **how)
-    monkeypatch.setattr(paged_attention, "_preferred", lambda: "mosaic_gpu")
+    monkeypatch.setattr(paged_attention, "preferred", lambda: "mosaic_gpu")
     monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 3)
     with plgpu.force_gpu_interpret_mode():
         got = moe(x, 9 * router, *stacks, layer=layer, **how)
@@ -115,7 +115,7 @@ def test_on_hopper_the_kernels_give_the_same(stacked, monkeypatch):
 
 
 def test_what_the_kernels_cannot_do_falls_back_with_one_line(monkeypatch, caplog):
-    monkeypatch.setattr(paged_attention, "_preferred", lambda: "mosaic_gpu")
+    monkeypatch.setattr(paged_attention, "preferred", lambda: "mosaic_gpu")
     fallback.say_once.cache_clear()
     x = jax.random.normal(jax.random.key(0), (5, D))
     args = weights()
