@@ -3,12 +3,12 @@
     LOAD_rR_MODE_*   Poisson requests at R a second: mean and p99 of TTFT and of the time between tokens (itl), in ms;
                      and mean TTFT of prompts under 512 tokens and from 4,096 on
 
-Loads: `arxiv` (prompts log-normal, mean 9,194, at most 32,000; answers 230 on the mean), `sharegpt` (2,340 and 439) and
-`mixed` (a third has 8,192 tokens, the others 32 to 511; answers 100). Modes: chunks of 512, 2,048 and 8,192 tokens;
-layers by the paper's rule; layers to a target, with overtaking; auto. Each mode's peer is chunked_512 on the same
-requests in this run, where that is among the modes.
+Loads: `arxiv-like` (prompts log-normal, mean 9,194, at most 32,000; answers 230 on the mean), `sharegpt-like` (2,340
+and 439) and `mixed` (a third has 8,192 tokens, the others 32 to 511; answers 100). Modes: chunks of 512, 2,048 and
+8,192 tokens; layers by the paper's rule; layers to a target, with overtaking; auto. Each mode's peer is chunked_512
+on the same requests in this run, where that is among the modes.
 
-    python -m benchmarks.layered [--load arxiv sharegpt mixed] [--rate 2 8 4] [--mode ...] [--requests 300]
+    python -m benchmarks.layered [--load arxiv-like sharegpt-like mixed] [--rate 2 8 4] [--mode ...] [--requests 300]
         [--target-ms 25] [--model qwen3-30b-a3b] [--scale 1.0] [--save DIR]
 """
 
@@ -24,10 +24,10 @@ from benchmarks._report import Row, report
 from jaxserve import LLM, SamplingParams
 from jaxserve.cli.bench.metrics import RequestRecord, percentile
 from jaxserve.cli.bench.serve import TimedRequest, drive
-from jaxserve.cli.bench.workload import arrival_times
+from jaxserve.cli.bench.workload import DATASETS, arrival_times
 from jaxserve.sampling_params import RequestOutputKind
 
-RATES = {"arxiv": 2.0, "sharegpt": 8.0, "mixed": 4.0}
+RATES = {"arxiv-like": 2.0, "sharegpt-like": 8.0, "mixed": 4.0}
 SHORT, LONG = 512, 4096
 
 
@@ -46,10 +46,9 @@ def modes(target_ms: float) -> dict[str, dict[str, Any]]:
 
 def lengths(load: str, rng: np.random.Generator) -> tuple[int, int]:
     """Tokens of a prompt and of its answer."""
-    if load == "arxiv":
-        return min(32_000, int(rng.lognormal(math.log(9194) - 0.5**2 / 2, 0.5))), int(rng.exponential(230))
-    if load == "sharegpt":
-        return min(16_000, int(rng.lognormal(math.log(1730), 0.78))), int(rng.exponential(439))
+    if load in DATASETS:
+        prompt, answer = (int(of.draw(1, rng)[0]) for of in DATASETS[load])
+        return prompt, answer
     return (8192 if rng.random() < 1 / 3 else int(rng.integers(32, SHORT))), 100
 
 

@@ -296,7 +296,8 @@ class EngineCore:
             raise RequestError(f"cannot end the profile: {error}") from error
 
     def close(self) -> None:
-        """Stops background compiles. The core cannot step any more."""
+        """Stops background compiles and frees the device's memory. The core cannot step any more."""
+        self._cause_of_death = self._cause_of_death or "it was closed"
         self.runner.close()
         self._grammars.close()
 
@@ -339,7 +340,8 @@ def _warm_up_layered(prefill: LayeredPrefill, runner: Runner, *, block: bool) ->
                 pairs = tokens**2 / 2 / max(shape.prefill_seqs, 1)
                 prefill.step_time.observe(StepWork(shape.decode_rows, 0, tokens, pairs, float(tokens > 0)), seconds)
     sizes = {shape.prefill_tokens for shape in runner.shapes if shape.decode_rows == runner.config.max_num_seqs}
-    runner.compile_spans([(size, prefill.spans_ahead(size)) for size in sorted(sizes, reverse=True)], block=block)
+    cohorts = [(size, spans) for size in sorted(sizes, reverse=True) if size for spans in prefill.spans_ahead(size)]
+    runner.compile_spans(cohorts, block=block)
 
 
 def num_cpus() -> int:

@@ -100,8 +100,9 @@ class Runner:
         if cohort is not None and shape.starts_above:
             arguments += (self._frontiers.pop(cohort),)
         hidden, prefill_hidden, self.kv, self._sequences = forward(*arguments)
-        if cohort is not None and not plan.completes:
+        if self._frontiers:
             self._frontiers = {other: rows for other, rows in self._frontiers.items() if other.live()}
+        if cohort is not None and not plan.completes:
             self._frontiers[cohort] = prefill_hidden
         scored = self._score_prompts(plan, prefill_hidden)
         return StepFuture(plan, shape, hidden, scored)
@@ -155,7 +156,7 @@ class Runner:
         whole = self._covering(
             StepShape(decode_rows=self.config.max_num_seqs, prefill_tokens=num_tokens, prefill_seqs=num_seqs)
         )
-        return [dataclasses.replace(whole, span=span) for span in spans]
+        return [dataclasses.replace(whole, span=span, completes=span[1] == self.num_layers) for span in spans]
 
     def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""
@@ -288,8 +289,7 @@ class Runner:
     def compile_spans(self, cohorts: Iterable[tuple[int, Sequence[tuple[int, int]]]], *, block: bool) -> None:
         """Compiles what cohorts of so many tokens need for these spans, in the background unless `block`."""
         for num_tokens, spans in cohorts:
-            if spans:
-                self.span_rows(num_tokens, 1, spans)
+            self.span_rows(num_tokens, 1, spans)
         if block:
             rows = self.config.mixed_decode_rows
             keys = [dataclasses.replace(shape, decode_rows=b) for shape in self._spans for b in rows]
@@ -350,7 +350,9 @@ class Runner:
     def close(self) -> None:
         """Ends compiles and lets go of the weights and the cache: another engine may need the memory."""
         self._compiler.close()
-        self._params, self._head, self.kv = {}, {}, {}
+        self._params, self._head, self.kv, self._frontiers = {}, {}, {}, {}
+        for state in jax.tree.leaves((self._sequences, self._sampling)):
+            state.delete()
 
     def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract

@@ -27,6 +27,7 @@ class StepShape:
     prefill_tokens: int  # T
     prefill_seqs: int  # S
     span: tuple[int, int] | None = None  # layers that the prefill rows pass, [lo, hi); None = all
+    completes: bool = True  # the last layer is among them: prefill rows may sample
 
     def covers(self, other: "StepShape") -> bool:
         if self.span != other.span or self.decode_rows < other.decode_rows:
@@ -47,7 +48,8 @@ class StepShape:
     @property
     def sample_rows(self) -> int:
         """R: a power of two, so that few sample programs serve all shapes."""
-        return 1 << (self.decode_rows + self.prefill_seqs - 1).bit_length()
+        rows = self.decode_rows + (self.prefill_seqs if self.completes else 0)
+        return 1 << max(0, rows - 1).bit_length()
 
     @property
     def num_ints(self) -> int:
@@ -118,8 +120,10 @@ def forward_step(
     hidden, kv = forward(model, params, kv, batch, span=shape.span, frontier=frontier)
     advanced = sequences.positions.at[decode_slots].add(live.astype(jnp.int32)).at[slots].set(ends)
     sequences = dataclasses.replace(sequences, positions=advanced)
-    last_rows = jnp.concatenate([jnp.arange(b), b + jnp.maximum(cu_q_lens[1:] - 1, 0)])
-    last_rows = jnp.pad(last_rows, (0, shape.sample_rows - b - s))
+    last_rows = jnp.arange(b)
+    if shape.completes:
+        last_rows = jnp.concatenate([last_rows, b + jnp.maximum(cu_q_lens[1:] - 1, 0)])
+    last_rows = jnp.pad(last_rows, (0, shape.sample_rows - last_rows.shape[0]))
     return hidden[last_rows], hidden[b:], kv, sequences
 
 

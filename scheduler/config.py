@@ -68,6 +68,11 @@ class SchedulerConfig:
                 f"prefill={self.prefill!r} cuts prompts that are longer than the budget, so enable_chunked_prefill "
                 f"must be True, got False"
             )
+        elif self.max_num_batched_tokens <= (rows := self.tokens_for(self.max_num_seqs)):
+            raise ValueError(
+                f"prefill={self.prefill!r} leaves room for max_num_seqs answers: max_num_batched_tokens must be above "
+                f"{rows}, got {self.max_num_batched_tokens}; raise it or lower max_num_seqs"
+            )
 
     def _check_budget(self) -> None:
         budget = self.max_num_batched_tokens

@@ -76,7 +76,7 @@ class LayeredPrefill(ChunkedPrefill):
         self._programs = programs
         self._max_seqs = config.max_prefill_seqs
         # What fits beside all decodes that may come while the cohort is in flight
-        self._max_tokens = max(1, config.max_num_batched_tokens - config.tokens_for(config.max_num_seqs))
+        self._max_tokens = config.max_num_batched_tokens - config.tokens_for(config.max_num_seqs)
         self._target_s = None if config.target_tbt_ms is None else config.target_tbt_ms / 1e3
         self._may_choose_chunks = config.prefill == "auto"
         self._order = ORDERS[config.prefill_order]
@@ -98,8 +98,7 @@ class LayeredPrefill(ChunkedPrefill):
             return (), goes_on
         busy = {request for cohort in ranks for request in cohort.live()}
         ranked = [(self._order.rank(_job(r), draft.now, token_s), r) for r in candidates if r not in busy]
-        # Running prompts keep their order, so that one that needs pages can take them from those behind
-        ranked.sort(key=lambda pair: pair[0] if pair[1].status is Status.WAITING else ())
+        ranked.sort(key=lambda pair: () if draft.in_order and pair[1].status is Status.RUNNING else pair[0])
         best = [pair for pair in ranked if first is None or pair[0] < ranks[first]]
         return self._open(draft, best), goes_on
 
@@ -127,12 +126,12 @@ class LayeredPrefill(ChunkedPrefill):
             work = StepWork(len(plan.decode), plan.num_kv_tokens, plan.cohort.num_tokens, bulk.num_pairs, share)
         self.step_time.observe(work, seconds)
 
-    def spans_ahead(self, num_tokens: int) -> list[Span]:
-        """What cohorts of half as many tokens and more will pass beside few decodes or many, as far as can be told."""
+    def spans_ahead(self, num_tokens: int) -> list[list[Span]]:
+        """Ways through the layers that cohorts of half as many tokens and more will go, as far as can be told."""
         loads = [Draft(step=0, config=self._config, num_decodes=n) for n in (1, self._config.max_num_seqs)]
         sizes = [NOTHING.plus(0, size) for size in (num_tokens // 2 + 1, num_tokens)]
         counts = {self._num_groups(load, size) for load in loads for size in sizes}
-        return sorted({span for groups in counts - {1} for span in spans(self._num_layers, groups)})
+        return [spans(self._num_layers, groups) for groups in sorted(counts - {1})]
 
     # A cohort that begins
 

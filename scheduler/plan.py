@@ -111,6 +111,7 @@ class Draft:
     now: float = 0.0
     num_decodes: int = 0  # sequences that decode, whether or not this step has their rows yet
     num_kv_tokens: int = 0  # of them
+    in_order: bool = False  # running prompts go first and in their order, since pages are short
     num_pages_short: int = 0  # pages that the running requests skipped in this step wait for
     admits: bool = True  # nobody had to be pre-empted or skipped for want of pages
 

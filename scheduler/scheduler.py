@@ -15,6 +15,7 @@ the cutting of prompts. The scheduler owns slots, running requests and every cha
 """
 
 import heapq
+from collections.abc import Iterable
 from typing import Any
 
 from jaxserve.scheduler.chunked import ChunkedPrefill
@@ -176,17 +177,25 @@ class Scheduler:
 
     def _place_prompts(self, draft: Draft) -> None:
         """The cohort in flight, or those who begin or go on: running prompts, then waiting ones, as the policy says."""
-        candidates = [*self.running.prefilling, *self.waiting.head(max(LOOK_AHEAD, self.config.max_prefill_seqs))]
-        chosen, goes_on = self._prefill.choose(draft, candidates)
+        for draft.in_order in (self._is_short, True):
+            candidates = [*self.running.prefilling]
+            if self.running.free_slots and draft.admits:
+                candidates += self.waiting.head(max(LOOK_AHEAD, self.config.max_prefill_seqs))
+            chosen, goes_on = self._prefill.choose(draft, candidates)
+            self._begin(draft, chosen)
+            if not draft.prefill and goes_on is not None and (live := goes_on.live()):
+                draft.cohort, draft.prefill = goes_on, live
+            if draft.prefill or draft.decode:
+                return  # else those behind others may have found no pages, and the first in the order can take theirs
+
+    def _begin(self, draft: Draft, chosen: Iterable[Request]) -> None:
         for request in chosen:
             if draft.budget <= 0 or len(draft.prefill) == self.config.max_prefill_seqs:
-                break
+                return
             if request.status is Status.RUNNING:
                 self._go_on(request, draft)
             elif not draft.admits or not self._admit(request, draft):
-                break
-        if not draft.prefill and goes_on is not None:
-            draft.cohort, draft.prefill = goes_on, goes_on.live()
+                return
 
     def _go_on(self, request: Request, draft: Draft) -> None:
         start = request.num_computed_tokens

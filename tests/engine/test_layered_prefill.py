@@ -197,7 +197,7 @@ def test_programs_that_are_not_ready_come_in_the_background_and_nobody_waits(sma
         assert runner.span_rows(9, 2, [(0, 2), (2, 3)]) is None
         gate.set()
         shape = StepShape(decode_rows=4, prefill_tokens=16, prefill_seqs=2)
-        keys = [dataclasses.replace(shape, span=span) for span in [(0, 2), (2, 3)]]
+        keys = [dataclasses.replace(shape, span=span, completes=span[1] == 3) for span in [(0, 2), (2, 3)]]
         for job in table.request(keys):
             job.result(10)
         assert runner.span_rows(9, 2, [(0, 2), (2, 3)]) == 16
@@ -205,6 +205,12 @@ def test_programs_that_are_not_ready_come_in_the_background_and_nobody_waits(sma
         assert table.num_stalls == 0
     finally:
         runner._forward, runner._warm_up_jobs = forward, []
+
+
+def test_only_decode_rows_sample_before_the_last_group():
+    shape = StepShape(decode_rows=16, prefill_tokens=256, prefill_seqs=32, span=(0, 2), completes=False)
+    assert (shape.sample_rows, dataclasses.replace(shape, completes=True).sample_rows) == (16, 64)
+    assert dataclasses.replace(shape, decode_rows=0).sample_rows == 1
 
 
 def test_a_program_of_a_span_stands_in_only_for_one_with_a_frontier_of_its_rows():

@@ -18,7 +18,7 @@ def setups(draw):
     chunked = draw(st.sampled_from([True, True, False]))
     max_model_len = draw(st.sampled_from([8, 20, 32]))
     max_num_seqs = draw(st.integers(1, 5))
-    budget = draw(st.integers(max_num_seqs, 12)) if chunked else max_model_len + draw(st.integers(0, 9))
+    budget = draw(st.integers(max_num_seqs + 1, 12)) if chunked else max_model_len + draw(st.integers(0, 9))
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,

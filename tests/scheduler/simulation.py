@@ -107,6 +107,9 @@ class FakeRunner:
         for slot, index, page in plan.page_updates:
             assert page in self.real_pages
             self.tables[slot][index] = page
+        members = {(request, epoch): count for request, epoch, count in plan.cohort.members} if plan.cohort else {}
+        for row in plan.prefill:
+            assert members.get((row.request, row.epoch)) == len(row.token_ids), "the frontier has no such rows"
         rows = [self._decode_row(row) for row in plan.decode]
         rows += [self._prefill_row(row, plan) for row in plan.prefill]
         writes = {}

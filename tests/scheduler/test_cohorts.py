@@ -4,7 +4,7 @@ import pytest
 from scripted import make, request
 from simulation import NUM_LAYERS
 
-from jaxserve.scheduler import LayeredPrefill, SchedulerConfig, layered
+from jaxserve.scheduler import Cohort, LayeredPrefill, SchedulerConfig, layered
 from jaxserve.scheduler.layered import borders, spans
 from jaxserve.scheduler.plan import Draft
 from jaxserve.scheduler.step_time import StepWork
@@ -118,6 +118,14 @@ def test_who_leaves_keeps_rows_that_nobody_else_gets():
     sim.commit()
     assert (who(plan), plan.places(), plan.cohort.num_tokens) == ([a, c], [(0, 0), (2, 10)], 15)
     sim.drain()
+
+
+def test_who_was_preempted_and_came_back_is_in_the_cohort_no_more():
+    a, b = request([2] * 4), request([3] * 5)
+    cohort = Cohort.of({a: 4, b: 5})
+    assert cohort.live() == {a: 4, b: 5}
+    a.epoch, a.slot = 1, 3
+    assert cohort.live() == {b: 5}
 
 
 def test_a_cohort_that_nobody_is_left_of_makes_room():
