@@ -57,7 +57,8 @@ def cache(kv_lens: np.ndarray, num_kv_heads: int, page_size: int, head_dim: int 
 def attention_s(q: Array, kv: KVCache, batch: AttentionBatch, *, calls: int) -> float:
     """Seconds of one call, planned before."""
     options = {"scale": q.shape[-1] ** -0.5, "implementation": "mosaic_gpu"}
-    plan = functools.partial(prepare, num_rows=q.shape[0], sliding_window=None, implementation="mosaic_gpu")
+    rows = {"num_rows": q.shape[0], "num_heads": q.shape[1]}
+    plan = functools.partial(prepare, **rows, sliding_window=None, implementation="mosaic_gpu")
     batch = jax.jit(plan)(batch, kv)
     attend = jax.jit(functools.partial(paged_attention, **options))
 

@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels.paged_attention import Implementation, paged_attent
 class AttentionSpec:
     """What the layers of one kind ask of attention."""
 
+    num_heads: int
     scale: float
     sliding_window: int | None = None  # positions that a query sees, itself included; None = all before it
     soft_cap: float | None = None
@@ -37,7 +38,7 @@ def prepare_batch(
 ) -> StepBatch:
     """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here."""
     cut = batch.num_decode_rows
-    options = {"sliding_window": spec.sliding_window, "implementation": implementation}
+    options = {"num_heads": spec.num_heads, "sliding_window": spec.sliding_window, "implementation": implementation}
     decode, prefill = (
         None if region is None else prepare(region, kv, num_rows=num_rows, **options)
         for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))

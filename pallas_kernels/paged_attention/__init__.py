@@ -61,16 +61,17 @@ def prepare(
     kv: KVCache,
     *,
     num_rows: int,
+    num_heads: int,
     sliding_window: int | None,
     implementation: Implementation | None = None,
 ) -> AttentionBatch:
     """The batch with what its attention needs to work out once a step rather than once a layer.
 
-    `num_rows` are the query rows of the region, `sliding_window` that of the layers it is for.
+    `num_rows` are the query rows of the region, `num_heads` and `sliding_window` those of the layers it is for.
     """
     if (implementation or preferred()) != "mosaic_gpu":
         return batch
-    return dataclasses.replace(batch, work=mosaic_gpu.plan(batch, kv, num_rows, sliding_window))
+    return dataclasses.replace(batch, work=mosaic_gpu.plan(batch, kv, num_rows, num_heads, sliding_window))
 
 
 def preferred() -> Implementation:

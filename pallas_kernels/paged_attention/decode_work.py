@@ -36,18 +36,30 @@ class Options:
     q_len: int  # query rows of a sequence
     group: int  # query heads of a KV head
     shared: int  # KV heads whose query heads are the rows of one tile
+    num_tiles: int  # of a sequence
     as_they_are: bool  # the queries are such tiles already
     scoring: Scoring
     tiling: Tiling
+
+    @property
+    def slices(self) -> int:
+        return self.tiling.workers // self.num_tiles
+
+
+def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, bool]:
+    """The KV heads whose query heads are the rows of one tile, and whether the queries are such tiles as they are."""
+    group = num_heads // num_kv_heads
+    as_they_are = q_len == 1 and num_heads % 8 == 0 and (8 % group == 0 or group % 8 == 0)
+    return max(1, 8 // group) if as_they_are else 1, as_they_are
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One unit of work: scalars in a kernel, one value a worker in a plan."""
+    """One unit of work of a tile: scalars in a kernel, one value a slice in a plan."""
 
     sequence: Array
-    head: Array
+    head: Array  # of those of the tile
     at: Array  # block
     kv_len: Array
     first: Array  # block of the sequence that its rows see
@@ -55,7 +67,7 @@ class Unit:
 
     def before(self, shared: int) -> Array:
         """Units of its tile, of `shared` heads, that come before this one."""
-        return lax.rem(self.head, shared) * (self.last - self.first) + self.at - self.first
+        return (self.at - self.first) * shared + self.head
 
     def of_tile(self, shared: int) -> Array:
         """Units of its tile."""
@@ -65,35 +77,39 @@ class Unit:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """How the units are shared out: the same for every layer of a kind."""
+    """How the units of a tile of each sequence are shared out: the same for all tiles, and for all layers of a kind."""
 
     ends: Array  # i32 [B], units of the sequences up to and with this one
-    start: Array  # i32 [workers + 1], the first unit of each worker, and the number of units
-    begin: Unit  # i32 [workers], that unit
-    prepared_for: tuple[int | None, Tiling] = dataclasses.field(metadata={"static": True})  # sliding window, tiling
+    start: Array  # i32 [slices + 1], the first unit of each slice, and the number of units
+    begin: Unit  # i32 [slices], that unit
+    prepared_for: tuple[tuple[int, int], int | None, Tiling] = dataclasses.field(metadata={"static": True})  # of `plan`
 
 
-def plan(batch: AttentionBatch, num_kv_heads: int, sliding_window: int | None, tiling: Tiling) -> Work:
-    """Equal runs of units for all workers. Empty sequences at the end, which are padding, have no units."""
-    kv_lens, K = batch.kv_lens, num_kv_heads
+def plan(batch: AttentionBatch, heads: tuple[int, int], sliding_window: int | None, tiling: Tiling) -> Work:
+    """Equal runs of units for all slices. Empty sequences at the end, which are padding, have no units.
+
+    `heads` are the numbers of query and of KV heads.
+    """
+    kv_lens, shared = batch.kv_lens, heads_of_tile(*heads, batch.max_q_len)[0]
+    slices = tiling.workers // (heads[1] // shared)
     first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
     row = jnp.arange(kv_lens.shape[0])
     size = jnp.where(row <= jnp.max(jnp.where(kv_lens > 0, row, -1)), last - first, 0)
-    ends = K * jnp.cumsum(size, dtype=jnp.int32)
-    share, rest = lax.div(ends[-1], tiling.workers), lax.rem(ends[-1], tiling.workers)
-    start = _first_unit(jnp.arange(tiling.workers + 1, dtype=jnp.int32), share, rest)
+    ends = shared * jnp.cumsum(size, dtype=jnp.int32)
+    share, rest = lax.div(ends[-1], slices), lax.rem(ends[-1], slices)
+    start = _first_unit(jnp.arange(slices + 1, dtype=jnp.int32), share, rest)
     sequence = jnp.searchsorted(ends, start[:-1], side="right", method="compare_all").astype(jnp.int32)
-    sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)  # beyond: a worker without work
-    offset = start[:-1] - (ends - K * size)[sequence]
+    sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)  # beyond: a slice without work
+    offset = start[:-1] - (ends - shared * size)[sequence]
     begin = Unit(
         sequence=sequence,
-        head=lax.div(offset, (last - first)[sequence]),
-        at=first[sequence] + lax.rem(offset, (last - first)[sequence]),
+        head=lax.rem(offset, shared),
+        at=first[sequence] + lax.div(offset, shared),
         kv_len=kv_lens[sequence],
         first=first[sequence],
         last=last[sequence],
     )
-    return Work(ends=ends, start=start, begin=begin, prepared_for=(sliding_window, tiling))
+    return Work(ends=ends, start=start, begin=begin, prepared_for=(heads, sliding_window, tiling))
 
 
 def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: int) -> tuple[Array, Array]:
@@ -103,40 +119,37 @@ def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: i
     return first, jnp.maximum(lax.div(kv_lens + (block - 1), block), first + 1)
 
 
-def _first_unit(worker: Array, share: Array, rest: Array) -> Array:
-    """The first `rest` workers take `share + 1` units, the others `share`."""
-    return worker * share + jnp.minimum(worker, rest)
+def _first_unit(number: Array, share: Array, rest: Array) -> Array:
+    """The first `rest` slices take `share + 1` units, the others `share`."""
+    return number * share + jnp.minimum(number, rest)
 
 
-def workers_of_tile(
-    end: Array, tile: Array, num_blocks: Array, num_tiles: int, num_units: Array, options: Options
-) -> tuple[Array, Array]:
-    """The first worker of a tile, and how many have some of it.
+def slices_of_tile(end: Array, num_blocks: Array, num_units: Array, options: Options) -> tuple[Array, Array]:
+    """The first slice of a tile, and how many have some of it.
 
-    Its sequence has `num_tiles` tiles and the units up to `end`, `num_blocks` for each head.
+    Its sequence has the units up to `end`, `num_blocks` for each head.
     """
     size = options.shared * num_blocks
-    return _workers_of(end - (num_tiles - tile) * size, size, num_units, options)
+    return _slices_of(end - size, size, num_units, options)
 
 
-def workers_of_begun_tile(worker: Array, end: Array, after: Unit, num_units: Array, options: Options) -> Array:
-    """How many workers have some of the tile that this one begins and does not complete; 0 if there is none.
+def slices_of_begun_tile(number: Array, end: Array, after: Unit, num_units: Array, options: Options) -> Array:
+    """How many slices have some of the tile that this one begins and does not complete; 0 if there is none.
 
-    This worker has the units up to `end`, which is that of the next one, `after`. So it is the tile of that unit.
+    This slice has the units up to `end`, which is that of the next one, `after`. So it is the tile of that unit.
     """
     num_before = after.before(options.shared)
-    first, count = _workers_of(end - num_before, after.of_tile(options.shared), num_units, options)
-    return jnp.where((num_before > 0) & (first == worker), count, 0)
+    first, count = _slices_of(end - num_before, after.of_tile(options.shared), num_units, options)
+    return jnp.where((num_before > 0) & (first == number) & (count > 1), count, 0)
 
 
-def _workers_of(begin: Array, size: Array, num_units: Array, options: Options) -> tuple[Array, Array]:
-    """The worker that has unit `begin`, and how many have that and the next ones, `size` in all."""
-    workers = options.tiling.workers
-    share, rest = lax.div(num_units, workers), lax.rem(num_units, workers)
-    first = _worker_of(begin, share, rest)
-    return first, _worker_of(begin + size - 1, share, rest) + 1 - first
+def _slices_of(begin: Array, size: Array, num_units: Array, options: Options) -> tuple[Array, Array]:
+    """The slice that has unit `begin`, and how many have that and the next ones, `size` in all."""
+    share, rest = lax.div(num_units, options.slices), lax.rem(num_units, options.slices)
+    first = _slice_of(begin, share, rest)
+    return first, _slice_of(begin + size - 1, share, rest) + 1 - first
 
 
-def _worker_of(unit: Array, share: Array, rest: Array) -> Array:
+def _slice_of(unit: Array, share: Array, rest: Array) -> Array:
     large = rest * (share + 1)
     return jnp.where(unit < large, lax.div(unit, share + 1), rest + lax.div(unit - large, jnp.maximum(share, 1)))

@@ -34,12 +34,12 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
 
 
 def plan(
-    batch: AttentionBatch, kv: KVCache, num_rows: int, sliding_window: int | None
+    batch: AttentionBatch, kv: KVCache, num_rows: int, num_heads: int, sliding_window: int | None
 ) -> decode_work.Work | prefill_work.Work:
     """What the kernels need to know of a region, whatever the layer."""
     if batch.cu_q_lens is not None:
         return prefill_work.plan(batch, num_rows)
-    return decode_work.plan(batch, kv.k.shape[3], sliding_window, decode_tiling(kv))
+    return decode_work.plan(batch, (num_heads, kv.k.shape[3]), sliding_window, decode_tiling(kv))
 
 
 def paged_attention(
@@ -61,7 +61,7 @@ def paged_attention(
     if reason := unsupported(q, kv, batch):
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
     scoring = Scoring(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
-    work = batch.work or plan(batch, kv, q.shape[0], sliding_window)
+    work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window)
     if isinstance(work, prefill_work.Work):
         return prefill.paged_attention(q, kv, layer, batch, scoring, prefill_tiling(kv), work, interpret=interpret)
     return decode.paged_attention(q, kv, layer, batch, scoring, decode_tiling(kv), work, interpret=interpret)

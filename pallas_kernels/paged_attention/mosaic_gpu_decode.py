@@ -1,11 +1,13 @@
 """Paged attention of decode rows on NVIDIA Hopper.
 
-How this works. The keys and values of one sequence, one KV head and `block` positions are a *unit* of work, numbered
-sequence by sequence, then head, then block. The query heads that share a KV head are the first rows of the same
-matmuls, which have rows to spare; those of several KV heads are the rows of one *tile* if together they are eight, and
-each unit of it leaves the rows of the other KV heads as they were. Every worker takes an equal run of consecutive
-units, whatever the lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). A worker is a pair of
-warpgroups: one fetches pages by TMA, a few units ahead and across the borders of tiles, the other computes.
+How this works. The keys and values of one sequence, one KV head and `block` positions are a *unit* of work. The query
+heads that share a KV head are the first rows of the same matmuls, which have rows to spare; those of several KV heads
+are the rows of one *tile* if together they are eight, and each unit of it leaves the rows of the other KV heads as they
+were. The units of one tile of each sequence, sequence by sequence, then block, then head, are cut into *slices* of
+equal length, whatever the sequences' lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). Each
+slice is cut for all tiles alike, one worker each: neighbours read the same pages at the same time, which lie together
+in memory. A worker is a pair of warpgroups: one fetches pages by TMA, a few units ahead and across the borders of
+tiles, the other computes.
 
 What a worker finds out about a tile is an output, normalised by itself, and the logarithm of its denominator. It writes
 them where those of the tile belong and, for a tile that it has not whole, into one of its own *parts*. A worker has at
@@ -21,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.paged_attention.decode_work import PARTS, Options, Tiling, Unit, Work
+from jaxserve.pallas_kernels.paged_attention.decode_work import PARTS, Options, Tiling, Unit, Work, heads_of_tile
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS, SWIZZLED, Scoring
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_worker import Worker
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_merge import merge_parts
@@ -41,13 +43,13 @@ def paged_attention(
 ) -> tuple[Array, Array]:
     """Output `[B * q_len, N, H]` in q.dtype and float32 log-sum-exp `[B * q_len, N]`; see the package's docstring."""
     (_, N, H), K, q_len = q.shape, kv.k.shape[3], batch.max_q_len
-    assert work.prepared_for == (scoring.sliding_window, tiling), "prepared for other layers"
-    group = N // K
-    as_they_are = q_len == 1 and N % 8 == 0 and (8 % group == 0 or group % 8 == 0)
+    assert work.prepared_for == ((N, K), scoring.sliding_window, tiling), "prepared for other layers"
+    shared, as_they_are = heads_of_tile(N, K, q_len)
     options = Options(
         q_len=q_len,
-        group=group,
-        shared=max(1, 8 // group) if as_they_are else 1,
+        group=N // K,
+        shared=shared,
+        num_tiles=K // shared,
         as_they_are=as_they_are,
         scoring=scoring,
         tiling=tiling,
@@ -136,8 +138,8 @@ def _attend_kernel(
     v_gmem,
     table_gmem,
     lens_gmem,
-    start_gmem,  # i32 [workers + 1]
-    sequence_gmem,  # i32 [workers], as the next five: Work.begin
+    start_gmem,  # i32 [slices + 1]
+    sequence_gmem,  # i32 [slices], as the next five: Work.begin
     head_gmem,
     at_gmem,
     kv_len_gmem,
@@ -163,6 +165,8 @@ def _attend_kernel(
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.rem(warpgroup, pairs)
     worker = lax.axis_index("block") * pairs + pair
+    number = jnp.minimum(lax.div(worker, options.num_tiles), options.slices - 1)
+    works = worker < options.slices * options.num_tiles  # a few may be left over
     self = Worker(
         q_gmem=q_gmem,
         k_gmem=k_gmem,
@@ -183,14 +187,15 @@ def _attend_kernel(
         v_arrived=lambda slot: v_arrived.at[pair * stages + slot],
         consumed=lambda slot: consumed.at[pair * stages + slot],
         worker=worker,
-        count=start_gmem[worker + 1] - start_gmem[worker],
+        tile=lax.rem(worker, options.num_tiles),
+        count=jnp.where(works, start_gmem[number + 1] - start_gmem[number], 0),
         begin=Unit(
-            sequence=sequence_gmem[worker],
-            head=head_gmem[worker],
-            at=at_gmem[worker],
-            kv_len=kv_len_gmem[worker],
-            first=first_gmem[worker],
-            last=last_gmem[worker],
+            sequence=sequence_gmem[number],
+            head=head_gmem[number],
+            at=at_gmem[number],
+            kv_len=kv_len_gmem[number],
+            first=first_gmem[number],
+            last=last_gmem[number],
         ),
         options=options,
     )

@@ -56,6 +56,7 @@ class Worker:
     v_arrived: Any
     consumed: Any
     worker: Array
+    tile: Array
     count: Array
     begin: Unit
     options: Options
@@ -68,15 +69,15 @@ class Worker:
         return lax.rem(i, self.options.tiling.stages)
 
     def following(self, unit: Unit) -> Unit:
-        """The next unit: the next block, else the next head, else the next sequence."""
-        B, K = self.lens_gmem.shape[0], self.k_gmem.shape[3]
-        next_head = unit.at + 1 == unit.last
-        next_sequence = next_head & (unit.head + 1 == K)
+        """The next unit: the next head, else the next block, else the next sequence."""
+        B = self.lens_gmem.shape[0]
+        next_block = unit.head + 1 == self.options.shared
+        next_sequence = next_block & (unit.at + 1 == unit.last)
         sequence = jnp.minimum(jnp.where(next_sequence, unit.sequence + 1, unit.sequence), B - 1)
         kv_len = self.lens_gmem[sequence]
         first, last = block_range(kv_len, self.options.q_len, self.options.scoring.sliding_window, self.block)
-        head = jnp.where(next_sequence, 0, jnp.where(next_head, unit.head + 1, unit.head))
-        at = jnp.where(next_head, first, unit.at + 1)
+        head = jnp.where(next_block, 0, unit.head + 1)
+        at = jnp.where(next_sequence, first, jnp.where(next_block, unit.at + 1, unit.at))
         return Unit(sequence=sequence, head=head, at=at, kv_len=kv_len, first=first, last=last)
 
     # The warpgroup that fetches
@@ -87,7 +88,7 @@ class Worker:
         def step(i: Array, unit: Unit) -> Unit:
             begin, slot = unit.at * self.block, self.slot(i)
             ids = page_ids(self.table_gmem, unit.sequence, unit.kv_len, begin, self.block, page_size)
-            where = (ids, begin, unit.kv_len, unit.head)
+            where = (ids, begin, unit.kv_len, self.tile * self.options.shared + unit.head)
 
             @pl.when(i >= self.options.tiling.stages)
             def _wait():
@@ -118,8 +119,7 @@ class Worker:
 
     def fetch_queries(self, unit: Unit) -> None:
         there = self.q_smem.at[pl.ds(0, self.q_gmem.shape[2])]
-        tile = lax.div(unit.head, self.options.shared)
-        plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, tile], there, self.q_arrived)
+        plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, self.tile], there, self.q_arrived)
 
     def attend_unit(self, i: Array, carry: tuple) -> tuple:
         """One step of the online softmax (arXiv 2205.14135); maxima are in units of log 2."""
@@ -165,7 +165,7 @@ class Worker:
         if self.options.shared == 1:
             return values
         rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        own = lax.div(rows, self.options.group) == lax.rem(unit.head, self.options.shared)
+        own = lax.div(rows, self.options.group) == unit.head
         return jnp.where(own, values, other)
 
     def scores(self, unit: Unit, slot: Array) -> tuple[Array, float]:
@@ -226,7 +226,7 @@ class Worker:
         self.lse_smem[...] = jnp.where(total > 0, maximum / LOG2_E + jnp.log(total), -jnp.inf)
         plgpu.commit_smem()
         # Both, whatever will be read: it stays in the L2 cache, and with a branch head_dim 256 spills many registers
-        tile, rows = (unit.sequence, lax.div(unit.head, self.options.shared)), pl.ds(0, self.q_gmem.shape[2])
+        tile, rows = (unit.sequence, self.tile), pl.ds(0, self.q_gmem.shape[2])
         part = PARTS * self.worker + jnp.where(begun & completed, UNREAD, jnp.where(begun, BEGUN, CONTINUED))
         for out_gmem, lse_gmem in (
             (self.out_gmem.at[tile], self.lse_gmem.at[tile]),

@@ -19,8 +19,8 @@ from jaxserve.pallas_kernels.paged_attention.decode_work import (
     Unit,
     Work,
     block_range,
-    workers_of_begun_tile,
-    workers_of_tile,
+    slices_of_begun_tile,
+    slices_of_tile,
 )
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, LEAST, LOG2_E, zeros
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
@@ -41,15 +41,15 @@ def merge_parts(
     interpret: bool,
 ) -> tuple[Array, Array]:
     """The outputs and the logarithms of their denominators, with those that the first kernel left out, in place."""
-    (B, num_tiles, rows, H), workers = out.shape, options.tiling.workers
+    B, num_tiles, rows, H = out.shape
     count = ROW_ELEMENTS // H
-    by_tile = B * num_tiles < workers
-    chunk = min(MAX_AHEAD // count, workers // (B * num_tiles) + 2)  # all parts of a tile if tiles are equally long
+    by_tile = options.slices > B
+    chunk = min(MAX_AHEAD // count, options.slices // B + 2)  # all parts of a tile if tiles are equally long
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         functools.partial(_merge_kernel, options=options, chunk=chunk, by_tile=by_tile),
         out_type=(),
-        grid=(B * num_tiles if by_tile else workers - 1, rows // count),
+        grid=((B if by_tile else options.slices - 1) * num_tiles, rows // count),
         grid_names=("tile", "rows"),
         kernel_name="paged_attention_merge",
         interpret=INTERPRETER if interpret else None,
@@ -77,8 +77,8 @@ def _merge_kernel(
     part_lse_gmem,  # f32 [PARTS * workers, rows]
     lens_gmem,  # i32 [B]
     ends_gmem,  # i32 [B]
-    start_gmem,  # i32 [workers + 1]
-    sequence_gmem,  # i32 [workers], as the next five: Work.begin
+    start_gmem,  # i32 [slices + 1]
+    sequence_gmem,  # i32 [slices], as the next five: Work.begin
     head_gmem,
     at_gmem,
     kv_len_gmem,
@@ -93,10 +93,11 @@ def _merge_kernel(
 ):
     """Clears some rows of each tile of an empty sequence, and adds the parts of some rows of one tile, if it is split.
 
-    One of few tiles is looked up by its index. Of many, it is the one in which the next worker than this one begins.
+    One of few tiles is looked up by its index. Of many, it is the one in which the next slice than this one begins.
     """
-    (B, num_tiles), num_units = out_gmem.shape[:2], start_gmem[options.tiling.workers]
-    index, num_blocks = lax.axis_index("tile"), B * num_tiles if by_tile else options.tiling.workers - 1
+    (B, num_tiles), num_units = out_gmem.shape[:2], start_gmem[options.slices]
+    index, num_blocks = lax.axis_index("tile"), (B if by_tile else options.slices - 1) * num_tiles
+    tile = lax.rem(index, num_tiles)
 
     def clear(i: Array, _) -> None:
         for j in range(CLEARED):
@@ -107,22 +108,22 @@ def _merge_kernel(
 
     lax.fori_loop(0, -(-B * num_tiles // (CLEARED * num_blocks)), clear, None)
     if by_tile:
-        sequence, tile = lax.div(index, num_tiles), lax.rem(index, num_tiles)
-        window, block = options.scoring.sliding_window, options.tiling.block
+        sequence = lax.div(index, num_tiles)
         kv_len = lens_gmem[sequence]
-        first, last = block_range(kv_len, options.q_len, window, block)
-        worker, num_parts = workers_of_tile(ends_gmem[sequence], tile, last - first, num_tiles, num_units, options)
+        first, last = block_range(kv_len, options.q_len, options.scoring.sliding_window, options.tiling.block)
+        number, num_parts = slices_of_tile(ends_gmem[sequence], last - first, num_units, options)
     else:
+        number = lax.div(index, num_tiles)
         fields = (sequence_gmem, head_gmem, at_gmem, kv_len_gmem, first_gmem, last_gmem)
-        sequence, head, at, kv_len, first, last = (field[index + 1] for field in fields)
+        sequence, head, at, kv_len, first, last = (field[number + 1] for field in fields)
         after = Unit(sequence=sequence, head=head, at=at, kv_len=kv_len, first=first, last=last)
-        worker, tile = index, lax.div(head, options.shared)
-        num_parts = workers_of_begun_tile(worker, start_gmem[index + 1], after, num_units, options)
+        num_parts = slices_of_begun_tile(number, start_gmem[number + 1], after, num_units, options)
 
     @pl.when((num_parts > 1) & (kv_len > 0))
     def _():
         at = (sequence, tile)
-        _merge(parts_gmem, part_lse_gmem, worker, num_parts, out_gmem.at[at], lse_gmem.at[at], chunk)
+        workers = number * num_tiles + tile, num_tiles
+        _merge(parts_gmem, part_lse_gmem, workers, num_parts, out_gmem.at[at], lse_gmem.at[at], chunk)
 
 
 def _clear(sequence: Array, tile: Array, out_gmem, lse_gmem) -> None:
@@ -135,8 +136,11 @@ def _clear(sequence: Array, tile: Array, out_gmem, lse_gmem) -> None:
         lse_gmem[sequence, tile, first_row + row] = jnp.float32(-jnp.inf)
 
 
-def _merge(parts_gmem, part_lse_gmem, worker: Array, num_parts: Array, out_gmem, lse_gmem, chunk: int) -> None:
-    """The sum of the parts of a tile that `worker` began, `chunk` parts at a time."""
+def _merge(
+    parts_gmem, part_lse_gmem, workers: tuple[Array, int], num_parts: Array, out_gmem, lse_gmem, chunk: int
+) -> None:
+    """The sum of a tile's parts, `chunk` at a time; `workers` are the first that has one and the step to the next."""
+    worker, step_to_next = workers
     H = out_gmem.shape[1]
     count = ROW_ELEMENTS // H
     first_row = lax.axis_index("rows") * count
@@ -153,7 +157,7 @@ def _merge(parts_gmem, part_lse_gmem, worker: Array, num_parts: Array, out_gmem,
     def step(i, carry):
         acc, maxima, totals = carry
         at = [jnp.minimum(i * chunk + c, num_parts - 1) for c in range(chunk)]
-        at = [PARTS * (worker + j) + jnp.where(j == 0, BEGUN, CONTINUED) for j in at]
+        at = [PARTS * (worker + j * step_to_next) + jnp.where(j == 0, BEGUN, CONTINUED) for j in at]
         outs = [plgpu.load(parts_gmem.at[part, rows], layout=layout, optimized=False) for part in at]
         lses = [[part_lse_gmem[part, first_row + row] * LOG2_E for part in at] for row in range(count)]
         new = [functools.reduce(jnp.maximum, lse, maximum) for lse, maximum in zip(lses, maxima, strict=True)]

@@ -37,27 +37,27 @@ def visible_blocks(kv_len: int, q_len: int, window: int | None) -> range:
     return range(lowest // TILING.block, rows[-1] // TILING.block + 1)
 
 
-def all_units(kv_lens, num_heads: int, q_len: int, window: int | None) -> list[tuple[int, int, int]]:
-    """(sequence, head, block) in the order in which they are numbered; what is empty at the end is padding."""
+def all_units(kv_lens, shared: int, q_len: int, window: int | None) -> list[tuple[int, int, int]]:
+    """(sequence, block, head) of one tile, as they are numbered; what is empty at the end is padding."""
     num_used = max((s + 1 for s, n in enumerate(kv_lens) if n), default=0)
     return [
-        (s, head, block)
+        (s, block, head)
         for s, n in enumerate(kv_lens[:num_used])
-        for head in range(num_heads)
         for block in visible_blocks(n, q_len, window)
+        for head in range(shared)
     ]
 
 
-def walk(work: decode.Work, worker: int, kv_lens, num_heads: int, q_len: int, window: int | None):
-    """The units of one worker, from its first on."""
-    sequence, head, at = (int(x[worker]) for x in (work.begin.sequence, work.begin.head, work.begin.at))
-    for _ in range(int(work.start[worker + 1] - work.start[worker])):
-        yield sequence, head, at
-        at += 1
+def walk(work: decode.Work, number: int, kv_lens, shared: int, q_len: int, window: int | None):
+    """The units of one slice, from its first on."""
+    sequence, at, head = (int(x[number]) for x in (work.begin.sequence, work.begin.at, work.begin.head))
+    for _ in range(int(work.start[number + 1] - work.start[number])):
+        yield sequence, at, head
+        head += 1
+        if head == shared:
+            at, head = at + 1, 0
         if at == visible_blocks(kv_lens[sequence], q_len, window).stop:
-            head += 1
-            if head == num_heads:
-                sequence, head = sequence + 1, 0
+            sequence += 1
             if sequence < len(kv_lens):
                 at = visible_blocks(kv_lens[sequence], q_len, window).start
 
@@ -70,56 +70,61 @@ LENGTHS = {
 }
 
 
+# Numbers of query and of KV heads, and how many KV heads and tiles that makes
+HEADS = {(12, 3): (1, 3), (16, 8): (4, 2), (8, 8): (8, 1), (7, 1): (1, 1)}
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize(("num_heads", "q_len", "window"), [(3, 1, None), (1, 4, None), (2, 1, 100), (4, 8, 64)])
-def test_decode_workers_share_all_units_equally(num_heads, q_len, window, lengths):
-    plan = jax.jit(functools.partial(decode.plan, num_kv_heads=num_heads, sliding_window=window, tiling=TILING))
+@pytest.mark.parametrize(
+    ("heads", "q_len", "window"), [((12, 3), 1, None), ((7, 1), 4, None), ((16, 8), 1, 100), ((8, 8), 1, 64)]
+)
+def test_decode_slices_share_all_units_equally(heads, q_len, window, lengths):
+    shared, num_tiles = HEADS[heads]
+    scoring = Scoring(scale=1.0, sliding_window=window, soft_cap=None)
+    how = {"q_len": q_len, "group": heads[0] // heads[1], "as_they_are": False, "scoring": scoring, "tiling": TILING}
+    options = decode.Options(**how, shared=shared, num_tiles=num_tiles)
+    plan = jax.jit(functools.partial(decode.plan, heads=heads, sliding_window=window, tiling=TILING))
     for seed in range(10):
         kv_lens = LENGTHS[lengths](np.random.default_rng(seed)).tolist()
         work = jax.tree.map(np.asarray, plan(decode_batch(kv_lens, q_len)))
+        assert work.start.shape == (TILING.workers // num_tiles + 1,)
         assert np.ptp(np.diff(work.start)) <= 1
-        found = [list(walk(work, w, kv_lens, num_heads, q_len, window)) for w in range(TILING.workers)]
-        expected = all_units(kv_lens, num_heads, q_len, window)
+        found = [list(walk(work, number, kv_lens, shared, q_len, window)) for number in range(options.slices)]
+        expected = all_units(kv_lens, shared, q_len, window)
         assert [*itertools.chain(*found)] == expected
         ends = np.cumsum(np.bincount([unit[0] for unit in expected], minlength=len(kv_lens)))
         np.testing.assert_array_equal(work.ends, ends)
         assert work.start[-1] == ends[-1]
-        for shared in (1, num_heads) if expected else ():
-            check_split_tiles(work, found, num_heads, q_len, shared)
-        check_what_a_worker_knows_of_its_first_unit(work, kv_lens, q_len, window)
+        if expected:
+            check_split_tiles(work, found, options)
+        check_what_a_slice_knows_of_its_first_unit(work, kv_lens, q_len, window)
 
 
-def check_split_tiles(work: decode.Work, found, num_heads: int, q_len: int, shared: int) -> None:
-    """Who has some of a tile can be looked up by the tile and, if it is split, by the worker that begins it."""
-    scoring = Scoring(scale=1.0, sliding_window=None, soft_cap=None)
-    options = decode.Options(q_len=q_len, group=1, shared=shared, as_they_are=False, scoring=scoring, tiling=TILING)
-    expected: dict[tuple[int, int], list[int]] = {}
-    for worker, units in enumerate(found):
-        for tile in dict.fromkeys((sequence, head // shared) for sequence, head, _ in units):
-            expected.setdefault(tile, []).append(worker)
-    num_tiles, num_units = num_heads // shared, work.start[-1]
-
-    sequences, tiles = (jnp.asarray(x) for x in zip(*expected, strict=True))
-    num_blocks = (np.diff(work.ends, prepend=0) // num_heads)[sequences]
-    firsts, counts = decode.workers_of_tile(work.ends[sequences], tiles, num_blocks, num_tiles, num_units, options)
+def check_split_tiles(work: decode.Work, found, options: decode.Options) -> None:
+    """Which slices have some of a tile can be looked up by its sequence and, if it is split, by who begins it."""
+    expected: dict[int, list[int]] = {}
+    for number, units in enumerate(found):
+        for sequence in dict.fromkeys(sequence for sequence, _, _ in units):
+            expected.setdefault(sequence, []).append(number)
+    num_units, sequences = work.start[-1], jnp.asarray([*expected])
+    num_blocks = (np.diff(work.ends, prepend=0) // options.shared)[sequences]
+    firsts, counts = decode.slices_of_tile(work.ends[sequences], num_blocks, num_units, options)
     assert [[*range(w, w + n)] for w, n in zip(firsts, counts, strict=True)] == [*expected.values()]
 
-    workers = jnp.arange(TILING.workers - 1)
+    numbers = jnp.arange(options.slices - 1)
     after = jax.tree.map(lambda field: field[1:], work.begin)
-    counts = np.asarray(decode.workers_of_begun_tile(workers, work.start[1:-1], after, num_units, options))
-    found_tiles = {
-        (after.sequence[w], after.head[w] // shared): [*range(w, w + counts[w])] for w in np.flatnonzero(counts)
-    }
+    counts = np.asarray(decode.slices_of_begun_tile(numbers, work.start[1:-1], after, num_units, options))
+    found_tiles = {after.sequence[w]: [*range(w, w + counts[w])] for w in np.flatnonzero(counts)}
     assert np.count_nonzero(counts) == len(found_tiles)
     assert found_tiles == {tile: those for tile, those in expected.items() if len(those) > 1}
 
 
-def check_what_a_worker_knows_of_its_first_unit(work: decode.Work, kv_lens, q_len: int, window: int | None) -> None:
-    for worker in np.flatnonzero(np.diff(work.start)):
-        kv_len = kv_lens[work.begin.sequence[worker]]
+def check_what_a_slice_knows_of_its_first_unit(work: decode.Work, kv_lens, q_len: int, window: int | None) -> None:
+    for number in np.flatnonzero(np.diff(work.start)):
+        kv_len = kv_lens[work.begin.sequence[number]]
         blocks = visible_blocks(kv_len, q_len, window)
-        assert work.begin.kv_len[worker] == kv_len
-        assert (work.begin.first[worker], work.begin.last[worker]) == (blocks.start, blocks.stop)
+        assert work.begin.kv_len[number] == kv_len
+        assert (work.begin.first[number], work.begin.last[number]) == (blocks.start, blocks.stop)
 
 
 def prefill_batch(kv_lens, q_lens) -> AttentionBatch:

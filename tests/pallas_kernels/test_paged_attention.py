@@ -214,7 +214,7 @@ def test_memory_does_not_depend_on_the_width_of_the_page_table(name):
 def test_a_plan_made_once_a_step_gives_what_one_made_on_the_spot_gives(name):
     case = by_name[name]
     q, kv, batch = inputs(case, jnp.bfloat16)
-    options = {"num_rows": q.shape[0], "sliding_window": case.sliding_window}
+    options = {"num_rows": q.shape[0], "num_heads": q.shape[1], "sliding_window": case.sliding_window}
     prepared = prepare(batch, kv, **options, implementation="mosaic_gpu")
     assert prepared.work is not None
     out, lse = run(q, kv, prepared, case.options, "mosaic_gpu")
@@ -228,7 +228,8 @@ def test_nothing_is_prepared_for_xla():
     case = by_name["one_token"]
     q, kv, batch = inputs(case, jnp.bfloat16)
     for implementation in ("xla", None):
-        same = prepare(batch, kv, num_rows=q.shape[0], sliding_window=None, implementation=implementation)
+        shape = {"num_rows": q.shape[0], "num_heads": q.shape[1]}
+        same = prepare(batch, kv, **shape, sliding_window=None, implementation=implementation)
         assert same is batch
 
 
@@ -301,7 +302,7 @@ def test_no_implementation_falls_back_with_one_line_and_lse_is_optional(monkeypa
     fallback.say_once.cache_clear()
     case = by_name["ragged_last_page"]
     q, kv, plain = inputs(case, jnp.float32)
-    batch = prepare(plain, kv, num_rows=q.shape[0], sliding_window=None)
+    batch = prepare(plain, kv, num_rows=q.shape[0], num_heads=q.shape[1], sliding_window=None)
     with caplog.at_level(logging.WARNING, fallback.__name__):
         out = paged_attention(q, kv, LAYER, batch, **case.options)
         again, _ = paged_attention(q, kv, LAYER, batch, **case.options, return_lse=True)
