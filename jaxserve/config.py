@@ -80,6 +80,9 @@ class SchedulerOptions:
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
     prioritize_prefill: bool = False  # `LLM`, and with it batch jobs: True, since only the end counts there
+    prefill: Literal["chunked", "layered", "auto"] = "chunked"
+    target_tbt_ms: float | None = None
+    prefill_order: Literal["fcfs", "shortest", "slack"] = "fcfs"
 
     def __post_init__(self) -> None:
         _flag("prioritize_prefill", self.prioritize_prefill)
@@ -87,6 +90,11 @@ class SchedulerOptions:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             _at_least(name, getattr(self, name), 1)
+        _one_of("prefill", self.prefill, ("chunked", "layered", "auto"))
+        _one_of("prefill_order", self.prefill_order, ("fcfs", "shortest", "slack"))
+        target = self.target_tbt_ms
+        if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
+            raise ParameterError("target_tbt_ms", target, "None or a number of milliseconds above 0")
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _flag("enable_chunked_prefill", self.enable_chunked_prefill)
@@ -205,6 +213,9 @@ def resolve(
         reserve_full_isl=options.scheduler_reserve_full_isl,
         watermark=options.watermark,
         prioritize_prefill=options.prioritize_prefill,
+        prefill=options.prefill,
+        target_tbt_ms=options.target_tbt_ms,
+        prefill_order=options.prefill_order,
         padded_decode_rows=tuple(padded),
     )
     wanted = config.model.max_logprobs

@@ -18,7 +18,18 @@ from jaxserve.grammars import Grammars
 from jaxserve.input_processor import RequestLimits, eos_token_ids
 from jaxserve.metrics import EngineMetrics, StepRecord, StepRecorder
 from jaxserve.runner import Runner
-from jaxserve.scheduler import PagePool, PoolTooSmall, QueueFull, Request, RequestUpdate, Scheduler, StepPlan
+from jaxserve.scheduler import (
+    LayeredPrefill,
+    PagePool,
+    PoolTooSmall,
+    QueueFull,
+    Request,
+    RequestUpdate,
+    Scheduler,
+    StepPlan,
+    prefill_policy,
+)
+from jaxserve.scheduler.step_time import StepWork
 from jaxserve.step_future import StepFuture
 
 
@@ -59,14 +70,22 @@ class EngineCore:
         scheduler_config, runner_config = resolve(
             config, loaded.model.config, params_bytes=params_bytes, dtype_bytes=jnp.dtype(dtype).itemsize
         )
-        pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
-        scheduler = Scheduler(scheduler_config, pool, enable_prefix_caching=config.cache.enable_prefix_caching)
         blocks = config.runtime.warm_up == "blocking"
         threads = min(8, num_cpus()) if blocks else 1  # beside running steps one thread has to do
         runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
+        prefill = prefill_policy(scheduler_config, runner.num_layers, runner.span_rows)
+        pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
+        scheduler = Scheduler(
+            scheduler_config,
+            pool,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            prefill=prefill,
+        )
         if config.runtime.warm_up != "off":
             try:
                 runner.warm_up(block=blocks)
+                if isinstance(prefill, LayeredPrefill):
+                    _warm_up_layered(prefill, runner, block=blocks)
             except BaseException:  # Ctrl-C, say: what is left of the warm-up must not go on
                 runner.close()
                 raise
@@ -104,6 +123,7 @@ class EngineCore:
             min_tokens=core.params.min_tokens,
             stop_token_ids=frozenset(core.params.stop_token_ids or ()),
             eos_token_ids=frozenset(core.eos_token_ids),
+            arrival_time=core.arrival_time,
             priority=core.priority,
             deadline=core.deadline,
             cache_salt=core.cache_salt,
@@ -202,7 +222,8 @@ class EngineCore:
 
     def _record(self, plan: StepPlan, num_new_tokens: int, now: float) -> None:
         self._metrics.count_step(len(plan.decode) + plan.num_prefill_tokens)
-        self._recorder.end(plan, self.scheduler.stats(), num_new_tokens=num_new_tokens, now=now)
+        record = self._recorder.end(plan, self.scheduler.stats(), num_new_tokens=num_new_tokens, now=now)
+        self.scheduler.observe(plan, record.duration_s)
 
     def _release_held(self) -> list[CoreOutput]:
         """Lets requests go whose grammars are ready; ends those whose grammars cannot be used."""
@@ -275,7 +296,8 @@ class EngineCore:
             raise RequestError(f"cannot end the profile: {error}") from error
 
     def close(self) -> None:
-        """Stops background compiles. The core cannot step any more."""
+        """Stops background compiles and frees the device's memory. The core cannot step any more."""
+        self._cause_of_death = self._cause_of_death or "it was closed"
         self.runner.close()
         self._grammars.close()
 
@@ -306,6 +328,20 @@ class EngineCore:
             first_scheduled_time=request.first_scheduled_time,
             num_preemptions=request.num_preemptions,
         )
+
+
+def _warm_up_layered(prefill: LayeredPrefill, runner: Runner, *, block: bool) -> None:
+    """Teaches the policy what steps take, where there is time for that, and compiles what it will ask for."""
+    if block:
+        times = runner.time_steps()
+        for _ in range(20):  # the model takes a small step towards each
+            for shape, seconds in times:
+                tokens = shape.prefill_tokens
+                pairs = tokens**2 / 2 / max(shape.prefill_seqs, 1)
+                prefill.step_time.observe(StepWork(shape.decode_rows, 0, tokens, pairs, float(tokens > 0)), seconds)
+    sizes = {shape.prefill_tokens for shape in runner.shapes if shape.decode_rows == runner.config.max_num_seqs}
+    cohorts = [(size, spans) for size in sorted(sizes, reverse=True) if size for spans in prefill.spans_ahead(size)]
+    runner.compile_spans(cohorts, block=block)
 
 
 def num_cpus() -> int:

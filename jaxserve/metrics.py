@@ -86,27 +86,27 @@ class StepRecorder:
         """A step was planned at `now` and dispatched."""
         self._starts.append(now)
 
-    def end(self, plan: StepPlan, stats: SchedulerStats, *, num_new_tokens: int, now: float) -> None:
+    def end(self, plan: StepPlan, stats: SchedulerStats, *, num_new_tokens: int, now: float) -> StepRecord:
         """The oldest step in flight was read at `now`; `stats` is what it left behind."""
         start = max(self._starts.popleft(), self._last_end)
         self._last_end = now
         lo, hi = (plan.span or (0, self._num_layers)) if plan.prefill else (0, 0)
-        self._records.append(
-            StepRecord(
-                plan.step,
-                start,
-                now - start,
-                len(plan.decode),
-                len(plan.prefill),
-                plan.num_prefill_tokens,
-                lo,
-                hi,
-                num_new_tokens,
-                stats.num_requests_running,
-                stats.num_requests_waiting,
-                stats.kv_cache_usage_perc,
-            )
+        record = StepRecord(
+            plan.step,
+            start,
+            now - start,
+            len(plan.decode),
+            len(plan.prefill),
+            plan.num_prefill_tokens,
+            lo,
+            hi,
+            num_new_tokens,
+            stats.num_requests_running,
+            stats.num_requests_waiting,
+            stats.kv_cache_usage_perc,
         )
+        self._records.append(record)
+        return record
 
     def recent(self, since: int = 0) -> list[StepRecord]:
         """The records of steps after number `since`, oldest first."""

@@ -107,6 +107,10 @@ class Programs[K: Key]:
             return fallback, self._ready[fallback]
         return key, self._wait(key)
 
+    def is_ready(self, key: K) -> bool:
+        """Whether the program of `key` itself is ready."""
+        return key in self._ready
+
     def request(self, keys: Iterable[K]) -> list[Future]:
         """Starts to compile, in the background, what is neither ready nor on its way."""
         futures = []

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
 from jaxserve.models.base import Model
 from jaxserve.programs import Compiler, Programs
-from jaxserve.scheduler.plan import StepPlan
+from jaxserve.scheduler.plan import Cohort, StepPlan
 from jaxserve.scheduler.request import Request
 from jaxserve.slots import EDITS, LOGPROBS, RANDOM, edit_row, feature_flags, fill_slot_row
 from jaxserve.step_future import StepFuture
@@ -46,6 +46,9 @@ from jaxserve.step_programs import (
 
 logger = logging.getLogger(__name__)
 
+# A program for CPU takes some 30 memory maps a layer, also for layers that only decode rows pass, and there are up to
+# three programs of a span; Linux gives a process 65,530
+MAX_LAYERS_OF_SPANS = 480
 SLOTS_A_CALL = 8
 UPDATES_A_CALL = (16, 128, 1024)
 MASKS_A_CALL = (8, 64)
@@ -64,6 +67,9 @@ class Runner:
         self._sampling = init_sampling(config.max_num_seqs, model.config.vocab_size)
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
+        self._spans: set[StepShape] = set()  # asked for
+        self._max_spans = MAX_LAYERS_OF_SPANS // model.config.num_layers if jax.default_backend() == "cpu" else 4096
+        self._frontiers: dict[Cohort, Array] = {}  # where the rows of each cohort in flight stand, [T, D]
         self.shapes = default_shapes(config)
         self._compiler = Compiler(num_compile_threads, compile_process.compiler)
         self._abstract = jax.tree.map(
@@ -89,9 +95,15 @@ class Runner:
         self._write_slots(plan.new_slots)
         self._write_tables(plan)
         shape, forward = self._forward.get(self.shape_of(plan))
-        hidden, prefill_hidden, self.kv, self._sequences = forward(
-            self._params, self.kv, self._sequences, self._pack(plan, shape)
-        )
+        arguments = (self._params, self.kv, self._sequences, self._pack(plan, shape))
+        cohort = plan.cohort
+        if cohort is not None and shape.starts_above:
+            arguments += (self._frontiers.pop(cohort),)
+        hidden, prefill_hidden, self.kv, self._sequences = forward(*arguments)
+        if self._frontiers:
+            self._frontiers = {other: rows for other, rows in self._frontiers.items() if other.live()}
+        if cohort is not None and not plan.completes:
+            self._frontiers[cohort] = prefill_hidden
         scored = self._score_prompts(plan, prefill_hidden)
         return StepFuture(plan, shape, hidden, scored)
 
@@ -105,14 +117,46 @@ class Runner:
             self._write_masks(slots, masks)
         hidden, future.hidden = future.hidden, None
         assert hidden is not None, "the step was sampled before"
-        future.sampled = self._dispatch_sample(future.plan, future.shape, hidden)
+        future.sampled = self._dispatch_sample(future, hidden)
 
     def shape_of(self, plan: StepPlan) -> StepShape:
-        """The cheapest shape of the default set that holds the plan."""
-        wanted = StepShape(
-            decode_rows=len(plan.decode), prefill_tokens=plan.num_prefill_tokens, prefill_seqs=len(plan.prefill)
+        """The cheapest shape of the default set that holds the plan; with a span, the one that its cohort keeps to."""
+        num_decodes = len(plan.decode)
+        if plan.cohort is None:
+            wanted = StepShape(decode_rows=num_decodes, prefill_tokens=0, prefill_seqs=0)
+        else:
+            num_seqs = len(plan.cohort.members)
+            wanted = StepShape(decode_rows=num_decodes, prefill_tokens=plan.cohort.num_rows, prefill_seqs=num_seqs)
+        if plan.span is None:
+            return self._covering(wanted)
+        rows = next(rows for rows in self.config.mixed_decode_rows if rows >= num_decodes)
+        (shape,) = self._span_shapes(wanted.prefill_tokens, wanted.prefill_seqs, [plan.span])
+        return dataclasses.replace(shape, decode_rows=rows)
+
+    def _covering(self, wanted: StepShape) -> StepShape:
+        return next(shape for shape in self.shapes if shape.covers(wanted))
+
+    def span_rows(self, num_tokens: int, num_seqs: int, spans: Sequence[tuple[int, int]]) -> int | None:
+        """The prefill rows of the programs that take so many prompt tokens through these spans.
+
+        None, while they are not all ready for any number of decode rows: then they are on their way, unless there are
+        too many. Without warm-up programs are never ready before a step needs them, and this waits for none.
+        """
+        keys = self._span_shapes(num_tokens, num_seqs, spans)
+        if len(self._spans.union(keys)) > self._max_spans:
+            return None
+        self._spans.update(keys)
+        if self._warm_up_jobs and not all(map(self._forward.is_ready, keys)):
+            self._forward.request(keys)
+            return None
+        return keys[0].prefill_tokens
+
+    def _span_shapes(self, num_tokens: int, num_seqs: int, spans: Sequence[tuple[int, int]]) -> list[StepShape]:
+        """Those that serve beside any number of decode rows."""
+        whole = self._covering(
+            StepShape(decode_rows=self.config.max_num_seqs, prefill_tokens=num_tokens, prefill_seqs=num_seqs)
         )
-        return dataclasses.replace(next(shape for shape in self.shapes if shape.covers(wanted)), span=plan.span)
+        return [dataclasses.replace(whole, span=span, completes=span[1] == self.num_layers) for span in spans]
 
     def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""
@@ -122,22 +166,25 @@ class Runner:
         ints[len(plan.decode) : b] = self._dummy
         seq_slots, starts, cu_q_lens = np.split(ints[b + t :], [s, 2 * s])
         seq_slots[:] = self._dummy
-        end = 0
-        for i, row in enumerate(plan.prefill):
-            begin, end = end, end + len(row.token_ids)
-            ints[b + begin : b + end] = row.token_ids
-            seq_slots[i], starts[i], cu_q_lens[i + 1] = row.slot, row.start, end
-        cu_q_lens[len(plan.prefill) + 1 :] = end
+        if plan.cohort is not None:
+            counts = [count for *_, count in plan.cohort.members]
+            cu_q_lens[1 : len(counts) + 1] = np.cumsum(counts)
+            cu_q_lens[len(counts) + 1 :] = plan.cohort.num_tokens
+        for row, (place, begin) in zip(plan.prefill, plan.places(), strict=True):
+            if not shape.starts_above:  # else the rows are in the frontier; and long prompts take long to copy
+                ints[b + begin : b + begin + len(row.token_ids)] = row.token_ids
+            seq_slots[place], starts[place] = row.slot, row.start
         return ints
 
-    def _dispatch_sample(self, plan: StepPlan, shape: StepShape, hidden: Array) -> Sampled | None:
+    def _dispatch_sample(self, future: StepFuture, hidden: Array) -> Sampled | None:
+        plan, shape = future.plan, future.shape
         if not plan.decode and not any(row.samples for row in plan.prefill):
             return None
         rows = np.full(shape.sample_rows, self._dummy, np.int32)
         rows[: len(plan.decode)] = decode_slots(plan)
-        for i, row in enumerate(plan.prefill, start=shape.decode_rows):
+        for row, (place, _) in zip(plan.prefill, plan.places(), strict=True):
             if row.samples:
-                rows[i] = row.slot
+                rows[shape.decode_rows + place] = row.slot
         flags = int(np.bitwise_or.reduce(self._flags[rows]))
         features = SamplingFeatures(
             random=bool(flags & RANDOM),
@@ -152,14 +199,13 @@ class Runner:
         return sampled
 
     def _score_prompts(self, plan: StepPlan, hidden: Array) -> Sampled | None:
-        if all(row.request.sampling.params.prompt_logprobs is None for row in plan.prefill):
+        if not plan.completes or all(row.request.sampling.params.prompt_logprobs is None for row in plan.prefill):
             return None
-        targets, offset = np.zeros(hidden.shape[0], np.int32), 0
-        for row in plan.prefill:
+        targets = np.zeros(hidden.shape[0], np.int32)
+        for row, (_, offset) in zip(plan.prefill, plan.places(), strict=True):
             prompt = row.request.prompt_token_ids
             following = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             targets[offset : offset + len(following)] = following
-            offset += len(row.token_ids)
         key, program = self._score.get(Rows(next(t for t in self.config.prefill_tokens if t >= hidden.shape[0])))
         missing = key.count - hidden.shape[0]  # where only a larger program is ready
         return program(self._head, jnp.pad(hidden, ((0, missing), (0, 0))), np.pad(targets, (0, missing)))
@@ -240,6 +286,43 @@ class Runner:
             for job in self._warm_up_jobs:
                 job.result()
 
+    def compile_spans(self, cohorts: Iterable[tuple[int, Sequence[tuple[int, int]]]], *, block: bool) -> None:
+        """Compiles what cohorts of so many tokens need for these spans, in the background unless `block`."""
+        for num_tokens, spans in cohorts:
+            self.span_rows(num_tokens, 1, spans)
+        if block:
+            rows = self.config.mixed_decode_rows
+            keys = [dataclasses.replace(shape, decode_rows=b) for shape in self._spans for b in rows]
+            for job in self._forward.request(keys):
+                job.result()
+
+    def time_steps(self) -> list[tuple[StepShape, float]]:
+        """Seconds of a step in each program of `shapes`, sampling included; before the first request.
+
+        Decode rows are padding, which reads no keys and values; prompts are made up and belong to the dummy slot.
+        """
+        rng, found = np.random.default_rng(0), []
+        for shape in self.shapes:
+            ints = np.full(shape.num_ints, self._dummy, np.int32)
+            b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
+            ints[b : b + t] = rng.integers(0, self.vocab_size, t)
+            ints[b + t + s :] = 0
+            ints[b + t + 2 * s :] = np.arange(s + 1) * (t // max(s, 1))
+            features = SamplingFeatures(random=True)
+            _, forward = self._forward.get(shape)
+            _, draw = self._sample.get(SampleShape(rows=shape.sample_rows, features=features))
+            rows, seconds = np.full(shape.sample_rows, self._dummy, np.int32), []
+            for _ in range(3):
+                start = time.perf_counter()
+                hidden, _, self.kv, self._sequences = forward(self._params, self.kv, self._sequences, ints)
+                sampled, self._sequences, self._sampling = draw(
+                    self._head, hidden, rows, self._sequences, self._sampling
+                )
+                jax.block_until_ready(sampled.token_ids)
+                seconds.append(time.perf_counter() - start)
+            found.append((shape, min(seconds)))
+        return found
+
     @property
     def num_stalls(self) -> int:
         """Steps that waited for a compile after warm-up."""
@@ -267,11 +350,16 @@ class Runner:
     def close(self) -> None:
         """Ends compiles and lets go of the weights and the cache: another engine may need the memory."""
         self._compiler.close()
-        self._params, self._head, self.kv = {}, {}, {}
+        self._params, self._head, self.kv, self._frontiers = {}, {}, {}, {}
+        for state in jax.tree.leaves((self._sequences, self._sampling)):
+            state.delete()
 
     def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract
-        return compiled(forward_step, self._model, params, kv, sequences, int32(shape.num_ints), shape=shape)
+        arguments = (params, kv, sequences, int32(shape.num_ints))
+        if shape.starts_above:
+            arguments += (self._hidden(shape.prefill_tokens),)
+        return compiled(forward_step, self._model, *arguments, shape=shape)
 
     def _build_sample(self, shape: SampleShape, compiled: Any) -> Callable:
         _, head, _, sequences, sampling = self._abstract

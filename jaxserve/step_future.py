@@ -29,7 +29,7 @@ class StepFuture:
         if self.sampled is None:
             return StepResult(token_ids=[[] for _ in prefill])
         tokens = np.asarray(self.sampled.token_ids).tolist()
-        rows = [*range(len(decode)), *(self.shape.decode_rows + i for i in range(len(prefill)))]
+        rows = [*range(len(decode)), *(self.shape.decode_rows + place for place, _ in self.plan.places())]
         samples = [True] * len(decode) + [row.samples for row in prefill]
         token_ids = [[tokens[row]] if ok else [] for row, ok in zip(rows, samples, strict=True)]
         if self.sampled.logprob is None:
@@ -44,16 +44,15 @@ class StepFuture:
 
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
         """(request, position of the first, logprobs) of each prefill row that asked; rows of ended epochs left out."""
-        found, offset = [], 0
+        found = []
         if self.scored is None:
             return found
         host = on_host(self.scored)
-        for row in self.plan.prefill:
+        for row, (_, offset) in zip(self.plan.prefill, self.plan.places(), strict=True):
             if row.request.sampling.params.prompt_logprobs is not None and row.epoch == row.request.epoch:
                 k = row.request.sampling.params.prompt_logprobs
                 count = min(len(row.token_ids), len(row.request.prompt_token_ids) - 1 - row.start)
                 found.append((row.request, row.start + 1, [token_logprobs(host, offset + j, k) for j in range(count)]))
-            offset += len(row.token_ids)
         return found
 
 

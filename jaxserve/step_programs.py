@@ -26,24 +26,30 @@ class StepShape:
     decode_rows: int  # B
     prefill_tokens: int  # T
     prefill_seqs: int  # S
-    span: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None  # layers that the prefill rows pass, [lo, hi); None = all
+    completes: bool = True  # the last layer is among them: prefill rows may sample
 
     def covers(self, other: "StepShape") -> bool:
-        return (
-            self.decode_rows >= other.decode_rows
-            and self.prefill_tokens >= other.prefill_tokens
-            and self.prefill_seqs >= other.prefill_seqs
-            and self.span == other.span
-        )
+        if self.span != other.span or self.decode_rows < other.decode_rows:
+            return False
+        if self.span is not None:  # the frontier has so many rows, and keeps them
+            return (self.prefill_tokens, self.prefill_seqs) == (other.prefill_tokens, other.prefill_seqs)
+        return self.prefill_tokens >= other.prefill_tokens and self.prefill_seqs >= other.prefill_seqs
 
     @property
     def cost(self) -> int:
         return self.decode_rows + self.prefill_tokens
 
     @property
+    def starts_above(self) -> bool:
+        """Whether the prefill rows start above layer 0, from a frontier."""
+        return self.span is not None and self.span[0] > 0
+
+    @property
     def sample_rows(self) -> int:
         """R: a power of two, so that few sample programs serve all shapes."""
-        return 1 << (self.decode_rows + self.prefill_seqs - 1).bit_length()
+        rows = self.decode_rows + (self.prefill_seqs if self.completes else 0)
+        return 1 << max(0, rows - 1).bit_length()
 
     @property
     def num_ints(self) -> int:
@@ -68,7 +74,14 @@ class SampleShape:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="shape", donate_argnums=(2, 3))
 def forward_step(
-    model: Model, params: dict, kv: dict[str, KVCache], sequences: SequenceState, ints: Array, *, shape: StepShape
+    model: Model,
+    params: dict,
+    kv: dict[str, KVCache],
+    sequences: SequenceState,
+    ints: Array,
+    frontier: Array | None = None,
+    *,
+    shape: StepShape,
 ) -> tuple[Array, Array, dict[str, KVCache], SequenceState]:
     """Runs one step's rows through the layers.
 
@@ -76,9 +89,11 @@ def forward_step(
         kv, sequences: donated.
         ints: i32 [shape.num_ints]: decode slots [B], prefill token ids [T], prefill slots [S], start positions [S],
             cu_q_lens [S+1].
+        frontier: where the prefill rows stand before a span that starts above layer 0, [T, D].
 
     Returns:
-        hidden of the rows that may sample [R, D]; hidden of the prefill rows [T, D]; kv; sequences.
+        hidden of the rows that may sample [R, D]; hidden of the prefill rows, or their frontier where their span ends
+        below the last layer, [T, D]; kv; sequences.
     """
     b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
     decode_slots, token_ids, slots, starts, cu_q_lens = jnp.split(ints, [b, b + t, b + t + s, b + t + 2 * s])
@@ -102,11 +117,13 @@ def forward_step(
         decode=decode if b else None,
         prefill=prefill if t else None,
     )
-    hidden, kv = forward(model, params, kv, batch, span=shape.span)
+    hidden, kv = forward(model, params, kv, batch, span=shape.span, frontier=frontier)
     advanced = sequences.positions.at[decode_slots].add(live.astype(jnp.int32)).at[slots].set(ends)
     sequences = dataclasses.replace(sequences, positions=advanced)
-    last_rows = jnp.concatenate([jnp.arange(b), b + jnp.maximum(cu_q_lens[1:] - 1, 0)])
-    last_rows = jnp.pad(last_rows, (0, shape.sample_rows - b - s))
+    last_rows = jnp.arange(b)
+    if shape.completes:
+        last_rows = jnp.concatenate([last_rows, b + jnp.maximum(cu_q_lens[1:] - 1, 0)])
+    last_rows = jnp.pad(last_rows, (0, shape.sample_rows - last_rows.shape[0]))
     return hidden[last_rows], hidden[b:], kv, sequences
 
 

@@ -5,7 +5,8 @@ copy there), or one dict of stacks `[L_kind, ...]` for each layer kind (GPU, TPU
 periods of the pattern of kinds, and its variable indexes the stacks and the KV cache). Only `run_layers` knows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -59,8 +60,10 @@ def forward(
     num_layers, cut = len(model.layer_kinds), batch.num_decode_rows
     lo, hi = span or (0, num_layers)
     assert frontier is not None or lo == 0, "prefill rows that start above layer 0 need their frontier"
-    embedded = model.embed(params, batch.token_ids)
-    rows = embedded if frontier is None else jnp.concatenate([embedded[:cut], frontier])
+    if frontier is None:
+        rows = model.embed(params, batch.token_ids)
+    else:
+        rows = jnp.concatenate([model.embed(params, batch.token_ids[:cut]), frontier])
 
     def run(rows: Array, kv: dict[str, KVCache], part: StepBatch, lo: int, hi: int):
         if lo == hi or not rows.shape[0]:
@@ -110,6 +113,25 @@ def _decode_part(batch: StepBatch) -> StepBatch:
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackedLayer(Mapping[str, Any]):
+    """The parameters of one layer of a stack. A leaf is sliced when it is asked for; a kernel may take the stack."""
+
+    stack: dict[str, Any]  # [L, ...]
+    index: int | Array
+    number: Array  # the same, in memory: see `layer_numbers`
+
+    def __getitem__(self, name: str) -> Any:
+        return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, self.index, keepdims=False), self.stack[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stack)
+
+    def __len__(self) -> int:
+        return len(self.stack)
+
+
 def _layer_body(model: DecoderModel, batches: dict[str, StepBatch], implementation: Implementation | None):
     """`body(kind, p, index, (x, kv)) -> (x, kv)` for `run_layers`; `index` counts layers of the same kind."""
 
@@ -148,8 +170,8 @@ def _run_stacked(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo
     def one(turn: int | Array, i: int, carry: Any) -> Any:
         """Layer `turn * period + i`."""
         index = turn * _count(kinds[:period], kinds[i]) + _count(kinds[:i], kinds[i])
-        p = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layers[kinds[i]])
-        return body(kinds[i], p, jax.lax.dynamic_index_in_dim(numbers, index, keepdims=False), carry)
+        number = jax.lax.dynamic_index_in_dim(numbers, index, keepdims=False)
+        return body(kinds[i], StackedLayer(stack=layers[kinds[i]], index=index, number=number), number, carry)
 
     def whole_period(turn: int | Array, carry: Any) -> Any:
         for i in range(period):

@@ -16,7 +16,7 @@ from jaxserve.layers.attention import AttentionSpec, attend
 from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import rms_norm
-from jaxserve.pallas_kernels.dense_layer import MAX_ROWS, DenseWeights, dense_layer, unsupported
+from jaxserve.pallas_kernels.dense_layer import DenseWeights, dense_layer, fits_rows, unsupported
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import Implementation
 
@@ -30,7 +30,7 @@ class PlainNorm(NamedTuple):
 
 def dense_weights(stack: Any, num_rows: int) -> DenseWeights | None:
     """The weights of plain layers, if the kernel serves so many rows with them. It falls back with a word, once."""
-    if num_rows % 8 or num_rows > MAX_ROWS:
+    if not fits_rows(num_rows):
         return None
     weights = DenseWeights(**{name: stack[name] for name in DenseWeights._fields})
     reason = unsupported(weights, num_rows)

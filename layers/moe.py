@@ -1,9 +1,10 @@
 """Mixture of experts: each token passes the few experts that its router picks.
 
-How it works: the (token, expert) pairs are sorted by expert, so that the rows of one expert lie together. A loop walks
-over blocks of these rows; its trip count is the number of blocks in use, so an expert without rows costs nothing and
-one with many rows takes several turns. A block that reaches past its expert's rows computes a few wrong ones; the
-blocks that own those rows come later and overwrite them.
+On Hopper the kernels of `pallas_kernels/grouped_matmul` do it. How it works elsewhere: the (token, expert) pairs are
+sorted by expert, so that the rows of one expert lie together. A loop walks over blocks of these rows; its trip count is
+the number of blocks in use, so an expert without rows costs nothing and one with many rows takes several turns. A block
+that reaches past its expert's rows computes a few wrong ones; the blocks that own those rows come later and overwrite
+them.
 """
 
 from typing import Any
@@ -15,6 +16,8 @@ from jaxtyping import Float, Int
 
 from jaxserve.layers.linear import Weight, linear
 from jaxserve.layers.mlp import Act, mlp
+from jaxserve.pallas_kernels import grouped_matmul, paged_attention
+from jaxserve.pallas_kernels.fallback import say_once
 
 
 def route(
@@ -40,18 +43,36 @@ def moe(
     top_k: int,
     normalize: bool,
     act: Act,
+    layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "T D"]:
     """`sum over the token's experts e of weight_e * mlp(x, gate_up[e], down[e])`, summed in float32.
 
     Args:
         router: [E, D]. gate_up: [E, 2F, D]. down: [E, D, F].
+        layer: given, gate_up and down are the stacks of all layers, [L, E, 2F, D] and [L, E, D, F], and this is which.
     """
+    if layer is None:
+        gate_up, down = jax.tree.map(lambda w: w[None], (gate_up, down))
+        layer = 0
+    if _on_hopper(x, gate_up, down, act):
+        logits = linear(x, router, out_dtype=jnp.float32)
+        return grouped_matmul.fused_moe(x, logits, gate_up, down, layer, top_k=top_k, normalize=normalize, act=act)
     weights, experts = route(x, router, top_k, normalize=normalize)
     order = jnp.argsort(experts.reshape(-1))  # pairs (token, choice), by expert
     counts = jnp.bincount(experts.reshape(-1), length=router.shape[0])
-    y = _expert_mlps(x[order // top_k], counts, gate_up, down, act)
+    y = _expert_mlps(x[order // top_k], counts, gate_up, down, layer, act)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*experts.shape, -1)
     return jnp.sum(y.astype(jnp.float32) * weights[:, :, None], axis=1).astype(x.dtype)
+
+
+def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:
+    """Whether the kernels serve this call. Where they could and do not, the log says once why."""
+    if paged_attention.preferred() != "mosaic_gpu":
+        return False
+    reason = grouped_matmul.unsupported(x, gate_up, down, act)
+    if reason is not None:
+        say_once("a mixture of experts", reason)
+    return reason is None
 
 
 def block_rows(num_rows: int, num_experts: int) -> int:
@@ -63,7 +84,7 @@ def block_rows(num_rows: int, num_experts: int) -> int:
     return min(128, max(2, 1 << (share - 1).bit_length()))
 
 
-def _expert_mlps(rows: Array, counts: Array, gate_up: Any, down: Any, act: Act) -> Array:
+def _expert_mlps(rows: Array, counts: Array, gate_up: Any, down: Any, layer: int | Array, act: Act) -> Array:
     """`mlp` of rows [R, D] that are sorted by expert; expert e owns the next `counts[e]` of them."""
     size = block_rows(rows.shape[0], counts.shape[0])
     starts = jnp.cumsum(counts) - counts
@@ -74,8 +95,8 @@ def _expert_mlps(rows: Array, counts: Array, gate_up: Any, down: Any, act: Act) 
     def turn(i: Array, y: Array) -> Array:
         e = jnp.searchsorted(ends, i, side="right")
         start = starts[e] + size * (i - (ends[e] - num_blocks[e]))
-        w1, w2 = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, e, keepdims=False), (gate_up, down))
-        block = mlp(jax.lax.dynamic_slice_in_dim(padded, start, size), w1, w2, act=act)
+        gate_up_e, down_e = jax.tree.map(lambda w: w[layer, e], (gate_up, down))
+        block = mlp(jax.lax.dynamic_slice_in_dim(padded, start, size), gate_up_e, down_e, act=act)
         return jax.lax.dynamic_update_slice_in_dim(y, block, start, 0)
 
     return jax.lax.fori_loop(0, ends[-1], turn, jnp.zeros_like(padded))[: rows.shape[0]]

@@ -2,8 +2,9 @@
 
 from jaxserve.scheduler.chunked import ChunkedPrefill
 from jaxserve.scheduler.config import SchedulerConfig
+from jaxserve.scheduler.layered import LayeredPrefill, prefill_policy
 from jaxserve.scheduler.pages import PagePool
-from jaxserve.scheduler.plan import DecodeRow, PageUpdate, PrefillRow, RequestUpdate, StepPlan, StepResult
+from jaxserve.scheduler.plan import Cohort, DecodeRow, PageUpdate, PrefillRow, RequestUpdate, StepPlan, StepResult
 from jaxserve.scheduler.prefix_cache import PrefixCache
 from jaxserve.scheduler.request import PoolTooSmall, QueueFull, Request, Status
 from jaxserve.scheduler.scheduler import Scheduler
@@ -11,7 +12,9 @@ from jaxserve.scheduler.stats import SchedulerStats
 
 __all__ = [
     "ChunkedPrefill",
+    "Cohort",
     "DecodeRow",
+    "LayeredPrefill",
     "PagePool",
     "PageUpdate",
     "PoolTooSmall",
@@ -26,4 +29,5 @@ __all__ = [
     "Status",
     "StepPlan",
     "StepResult",
+    "prefill_policy",
 ]

@@ -1,31 +1,44 @@
 """Chunked prefill: the budget that decodes leave goes to prompts, cut to fit (Sarathi-Serve, arXiv 2403.02310)."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from jaxserve.scheduler.config import SchedulerConfig
+from jaxserve.scheduler.plan import Cohort, Draft, StepPlan, Turn
 from jaxserve.scheduler.request import Request
 
 
 class ChunkedPrefill:
-    """Decides which tokens of a prompt go into a step and which layers they pass: here, all layers at once.
+    """Decides which prompts a step computes, which of their tokens, and which layers these pass: here, all at once.
 
-    The scheduler asks in order, running prompts first, then the head of the queue, and finds pages and slots itself.
-    Another prefill policy is another class with these two methods.
+    The scheduler asks in the order of the methods, and finds pages and slots itself. Another way to prefill is another
+    class with these methods.
     """
 
     def __init__(self, config: SchedulerConfig):
         self._chunks = config.enable_chunked_prefill
         self._threshold = config.long_prefill_token_threshold
 
-    def num_query_tokens(self, request: Request, num_left: int, budget: int) -> int:
-        """How many of the `num_left` (> 0) tokens to compute `request` brings into this step; 0 = not in this step."""
-        if not self._chunks:
-            return num_left if num_left <= budget else 0
-        return min(num_left, budget, self._threshold or num_left)
+    def choose(self, draft: Draft, candidates: list[Request]) -> tuple[Sequence[Request], Cohort | None]:
+        """Who may begin or go on in this step, first served first; and who goes on if none of these can.
 
-    def span(self, picked: Mapping[Request, int]) -> tuple[tuple[int, int] | None, bool]:
-        """The layers `[lo, hi)` that this step's prefill rows pass (None = all), and whether the last is among them.
-
-        `picked` is what came of the answers above: request -> query tokens, for those that got pages and a slot.
+        `candidates` are the running prompts, in their order, and then the first of the queue.
         """
-        return None, True
+        return candidates, None
+
+    def num_query_tokens(self, request: Request, num_left: int, draft: Draft) -> int:
+        """How many of the `num_left` (> 0) tokens to compute `request` brings into this step; 0 = not in this step."""
+        room = self._room(draft)
+        if not self._chunks:
+            return num_left if num_left <= room else 0
+        return min(num_left, room, self._threshold or num_left)
+
+    def _room(self, draft: Draft) -> int:
+        """Query tokens that the step still takes."""
+        return draft.budget
+
+    def turn(self, draft: Draft) -> Turn:
+        """What the prompts of a finished draft do: those that got pages and a slot, or `draft.cohort`."""
+        return Turn(Cohort.of(draft.prefill))
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""

@@ -1,6 +1,7 @@
 """What one step does: made by `Scheduler.schedule`, run by the runner, handed back to `Scheduler.commit`."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.scheduler.config import SchedulerConfig
@@ -29,6 +30,30 @@ class PrefillRow(NamedTuple):
     samples: bool  # the last known token is in this row, and this step's span ends at the last layer
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Cohort:
+    """The prompts that pass the layers together, and where each has its rows: the same in all of their steps.
+
+    A member that ended or was pre-empted since the first step keeps its rows, as padding: nobody else's may move.
+    """
+
+    members: tuple[tuple[Request, int, int], ...]  # (request, epoch, query tokens)
+    num_rows: int  # prefill rows of its programs; where it passes all layers at once only the least that they may have
+
+    @classmethod
+    def of(cls, picked: Mapping[Request, int], num_rows: int = 0) -> "Cohort":
+        members = tuple((request, request.epoch, count) for request, count in picked.items())
+        return cls(members, max(num_rows, sum(picked.values())))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for *_, count in self.members)
+
+    def live(self) -> dict[Request, int]:
+        """The query tokens of each member that is still in it."""
+        return {request: count for request, epoch, count in self.members if request.epoch == epoch}
+
+
 class PageUpdate(NamedTuple):
     """`page_table[slot, index] = page_id`, to be applied on the device before the step."""
 
@@ -52,10 +77,20 @@ class StepPlan:
     page_updates: list[PageUpdate]
     span: tuple[int, int] | None = None  # layers that the prefill rows pass, [lo, hi); None = all
     completes: bool = True  # the span ends at the last layer: after this step the prefill rows' KV is whole
+    cohort: Cohort | None = None  # of the prefill rows; None = there are none
+    num_kv_tokens: int = 0  # whose keys and values the decode rows read
 
     @property
     def num_prefill_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.prefill)
+
+    def places(self) -> list[tuple[int, int]]:
+        """(number of the member of the cohort, first of its rows) of each prefill row."""
+        found, offset = {}, 0
+        for number, (request, epoch, count) in enumerate(self.cohort.members if self.cohort else ()):
+            found[request, epoch] = number, offset
+            offset += count
+        return [found[row.request, row.epoch] for row in self.prefill]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -72,6 +107,11 @@ class Draft:
     prefill: dict[Request, int] = dataclasses.field(default_factory=dict)
     new_slots: list[Request] = dataclasses.field(default_factory=list)
     page_updates: list[PageUpdate] = dataclasses.field(default_factory=list)
+    cohort: Cohort | None = None  # the one in flight that goes on in this step
+    now: float = 0.0
+    num_decodes: int = 0  # sequences that decode, whether or not this step has their rows yet
+    num_kv_tokens: int = 0  # of them
+    in_order: bool = False  # running prompts go first and in their order, since pages are short
     num_pages_short: int = 0  # pages that the running requests skipped in this step wait for
     admits: bool = True  # nobody had to be pre-empted or skipped for want of pages
 
@@ -90,7 +130,8 @@ class Draft:
             self.new_slots.remove(request)
         self.page_updates = [update for update in self.page_updates if update.slot != row.slot]
 
-    def seal(self, prefill: list[PrefillRow], span: tuple[int, int] | None, completes: bool) -> StepPlan:
+    def seal(self, prefill: list[PrefillRow], turn: "Turn | None") -> StepPlan:
+        span, completes, cohort = (turn.span, turn.completes, turn.cohort) if turn else (None, True, None)
         return StepPlan(
             step=self.step,
             decode=self.decode,
@@ -99,7 +140,17 @@ class Draft:
             page_updates=self.page_updates,
             span=span,
             completes=completes,
+            cohort=cohort,
+            num_kv_tokens=self.num_kv_tokens if self.decode else 0,
         )
+
+
+class Turn(NamedTuple):
+    """What a cohort does in one step."""
+
+    cohort: Cohort
+    span: tuple[int, int] | None = None  # layers [lo, hi); None = all
+    completes: bool = True  # the last layer is among them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

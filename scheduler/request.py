@@ -34,6 +34,7 @@ class Request:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()  # stop ids that are reported as stop_reason
     eos_token_ids: frozenset[int] = frozenset()  # end of sequence: stop_reason None; empty under ignore_eos
+    arrival_time: float = 0.0  # on the clock of `now`
     priority: int = 0  # lower goes first
     deadline: float | None = None  # on the clock of `now`; later than this the request ends as "abort"
     cache_salt: str | None = None

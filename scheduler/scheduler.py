@@ -15,6 +15,7 @@ the cutting of prompts. The scheduler owns slots, running requests and every cha
 """
 
 import heapq
+from collections.abc import Iterable
 from typing import Any
 
 from jaxserve.scheduler.chunked import ChunkedPrefill
@@ -26,6 +27,8 @@ from jaxserve.scheduler.request import Request, Status
 from jaxserve.scheduler.running import RunningSet
 from jaxserve.scheduler.stats import SchedulerStats
 from jaxserve.scheduler.waiting import WaitingQueue
+
+LOOK_AHEAD = 64  # waiting requests, in the order of the queue, among which the prefill policy may choose
 
 
 class Scheduler:
@@ -43,6 +46,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         prefill: ChunkedPrefill | None = None,
     ):
+        assert prefill is not None or config.prefill == "chunked", "only the engine knows the layers and programs"
         self.config = config
         self.pool = pool
         self.cache = PrefixCache(pool, enabled=enable_prefix_caching)
@@ -52,6 +56,7 @@ class Scheduler:
         self._watermark_pages = int(config.watermark * pool.num_usable)
         self._step = 0  # the last step planned, which counts as dispatched
         self._is_short = False  # the last draft found too few pages: decodes get theirs before prompts take more
+        self._num_kv_tokens = 0  # that the decode rows of the last step read
         self._num_added = 0
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; ended requests leave when they come up
         self._expired: list[RequestUpdate] = []  # ends by deadline that no commit has reported yet
@@ -136,13 +141,17 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to do before another commit or arrival."""
         self._expire(now)
-        draft = Draft(step=self._step + 1, config=self.config)
+        draft = Draft(
+            step=self._step + 1,
+            config=self.config,
+            now=now,
+            num_decodes=len(self.running.decoding),
+            num_kv_tokens=self._num_kv_tokens,
+        )
         prompts_first = self.config.prioritize_prefill and not self._is_short
         if not prompts_first:
             self._place_decodes(draft)
-        self._place_prefills(draft)
-        if draft.admits:
-            self._admit(draft, now)
+        self._place_prompts(draft)
         if prompts_first and self.config.tokens_for(len(self.running.decoding)) <= draft.budget:
             self._place_decodes(draft)
         self._is_short = not draft.admits
@@ -151,7 +160,7 @@ class Scheduler:
         return self._seal(draft)
 
     def _place_decodes(self, draft: Draft) -> None:
-        step, place = draft.step, draft.decode.append
+        step, place, num_kv_tokens = draft.step, draft.decode.append, 0
         for row in list(self.running.decoding.values()):  # a copy: finding a page may pre-empt those behind
             request, epoch, _ = row
             num_computed = request.num_computed_tokens
@@ -159,39 +168,58 @@ class Scheduler:
                 continue  # its last token is in flight, or it was pre-empted just now
             if num_computed >= request.capacity and not self._grow(request, num_computed + 1, draft):
                 continue
-            request.num_computed_tokens = num_computed + 1
+            request.num_computed_tokens = num_computed = num_computed + 1
             request.num_in_flight += 1
             request.last_step = step
+            num_kv_tokens += num_computed
             place(row)
+        draft.num_kv_tokens = self._num_kv_tokens = num_kv_tokens
 
-    def _place_prefills(self, draft: Draft) -> None:
-        for request, row in list(self.running.prefilling.items()):
-            if len(draft.prefill) == self.config.max_prefill_seqs or not draft.budget:
-                return
-            if request.epoch != row.epoch:
-                continue
-            start = request.num_computed_tokens
-            num_tokens = self._prefill.num_query_tokens(request, request.num_tokens - start, draft.budget)
-            if num_tokens and self._grow(request, start + num_tokens, draft):
-                draft.prefill[request] = num_tokens
+    def _place_prompts(self, draft: Draft) -> None:
+        """The cohort in flight, or those who begin or go on: running prompts, then waiting ones, as the policy says."""
+        for draft.in_order in (self._is_short, True):
+            candidates = [*self.running.prefilling]
+            if self.running.free_slots and draft.admits:
+                candidates += self.waiting.head(max(LOOK_AHEAD, self.config.max_prefill_seqs))
+            chosen, goes_on = self._prefill.choose(draft, candidates)
+            self._begin(draft, chosen)
+            if not draft.prefill and goes_on is not None and (live := goes_on.live()):
+                draft.cohort, draft.prefill = goes_on, live
+            if draft.prefill or draft.decode:
+                return  # else those behind others may have found no pages, and the first in the order can take theirs
 
-    def _admit(self, draft: Draft, now: float) -> None:
-        while draft.budget and self.running.free_slots and len(draft.prefill) < self.config.max_prefill_seqs:
-            request = self.waiting.first()
-            if request is None:
+    def _begin(self, draft: Draft, chosen: Iterable[Request]) -> None:
+        for request in chosen:
+            if draft.budget <= 0 or len(draft.prefill) == self.config.max_prefill_seqs:
                 return
-            hits = self.cache.match(request)
-            start = len(hits) * self.pool.page_size
-            num_tokens = self._prefill.num_query_tokens(request, request.num_tokens - start, draft.budget)
-            end = request.num_tokens if self.config.reserve_full_isl else start + num_tokens
-            if not num_tokens or not self._has_pages(hits, end):
+            if request.status is Status.RUNNING:
+                self._go_on(request, draft)
+            elif not draft.admits or not self._admit(request, draft):
                 return
-            self._start(request, hits, now)
-            draft.new_slots.append(request)
-            self._append_pages(request, hits, draft)
-            grown = self._grow(request, end, draft)
-            assert grown, "the pages were there just now"
+
+    def _go_on(self, request: Request, draft: Draft) -> None:
+        start = request.num_computed_tokens
+        num_tokens = self._prefill.num_query_tokens(request, request.num_tokens - start, draft)
+        if num_tokens and self._grow(request, start + num_tokens, draft):
             draft.prefill[request] = num_tokens
+
+    def _admit(self, request: Request, draft: Draft) -> bool:
+        """From the queue into this step, if there is a slot and there are pages."""
+        if not self.running.free_slots:
+            return False
+        hits = self.cache.match(request)
+        start = len(hits) * self.pool.page_size
+        num_tokens = self._prefill.num_query_tokens(request, request.num_tokens - start, draft)
+        end = request.num_tokens if self.config.reserve_full_isl else start + num_tokens
+        if not num_tokens or not self._has_pages(hits, end):
+            return False
+        self._start(request, hits, draft.now)
+        draft.new_slots.append(request)
+        self._append_pages(request, hits, draft)
+        grown = self._grow(request, end, draft)
+        assert grown, "the pages were there just now"
+        draft.prefill[request] = num_tokens
+        return True
 
     def _has_pages(self, hits: list[int], num_tokens: int) -> bool:
         """Whether `num_tokens` tokens that begin with `hits` fit; hits that nobody holds use up free pages as well."""
@@ -260,7 +288,8 @@ class Scheduler:
         request.epoch += 1
 
     def _seal(self, draft: Draft) -> StepPlan:
-        span, completes = self._prefill.span(draft.prefill) if draft.prefill else (None, True)
+        turn = self._prefill.turn(draft) if draft.prefill else None
+        completes = turn is None or turn.completes
         prefill = [self._prefill_row(request, num_tokens, completes) for request, num_tokens in draft.prefill.items()]
         for row in prefill:
             row.request.last_step = draft.step
@@ -270,7 +299,7 @@ class Scheduler:
                 row.request.num_in_flight += 1
                 self.running.start_decoding(row.request)
         self._step = draft.step
-        return draft.seal(prefill, span, completes)
+        return draft.seal(prefill, turn)
 
     def _prefill_row(self, request: Request, num_tokens: int, completes: bool) -> PrefillRow:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
@@ -300,6 +329,10 @@ class Scheduler:
                 updates.append(self._take_tokens(row.request, tokens[i], logprobs[i] if logprobs else None))
         self._expire(now)
         return updates + self.expired()
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Tells the prefill policy how long the step took, from the step before it or its own start, to its result."""
+        self._prefill.observe(plan, seconds)
 
     def _take_chunk(self, row: PrefillRow, *, computes_last_again: bool) -> None:
         """The KV of these tokens is written through the last layer.

@@ -48,6 +48,9 @@ class WaitingQueue:
     def first(self) -> Request | None:
         return self._queue[0] if self._queue else None
 
+    def head(self, count: int) -> list[Request]:
+        return self._queue[:count]
+
     def push(self, request: Request) -> None:
         self._place(request)
         self._num_tokens += request.num_prompt_tokens

@@ -45,6 +45,7 @@ from jax.sharding import (  # noqa: E402
 from jaxserve.executables import COMPILER_OPTIONS  # noqa: E402
 from jaxserve.layers.decoder import stack_layers  # noqa: E402
 from jaxserve.layers.kv_cache import init_kv_cache  # noqa: E402
+from jaxserve.layers.moe import moe  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
 from jaxserve.pallas_kernels import dense_layer, paged_attention  # noqa: E402
@@ -68,6 +69,7 @@ NUM_PAGES = {"cpu": 2048, "tpu": 2048, "cuda": 80 * 1024}
 SHAPES = {
     "decode": StepShape(decode_rows=16, prefill_tokens=0, prefill_seqs=0),
     "mixed": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16),
+    "layered": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16, span=(4, 8), completes=False),
 }
 
 
@@ -97,6 +99,8 @@ KERNELS = {
     "prefill_9_3_64": KernelShape(num_seqs=4, heads=(9, 3, 64), page_size=16, prefill_rows=512),
     "prefill_8_4_256": KernelShape(num_seqs=4, heads=(8, 4, 256), prefill_rows=512),
 }
+
+EXPERTS = {"experts_1": 1, "experts_5": 5, "experts_64": 64, "experts_300": 300, "experts_8192": 8192}  # tokens
 
 
 def target(platform: str):
@@ -143,7 +147,21 @@ def compile_for(platform: str, function, *args, **options):
     return lowered.compile()
 
 
-def compile_attention(shape: KernelShape, struct: Callable) -> None:
+def kernels_of(compile_it: Callable[[], Any]) -> dict:
+    """Registers and spilled bytes of a thread in the worst kernel of a call, and the temporary memory of the call."""
+    files = Path(PTXAS_FILES.name)
+    for file in files.iterdir():
+        file.unlink()
+    memory = compile_it().memory_analysis()
+    said = "".join(file.read_text(encoding="utf-8") for file in files.glob("*ptxas*"))
+    return {
+        "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
+        "spilled_bytes": max(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def compile_attention(shape: KernelShape, struct: Callable[..., Any]) -> Any:
     N, K, H = shape.heads
     pages = struct((2, 256, shape.page_size, K, H), jnp.bfloat16)
     batch = paged_attention.AttentionBatch(
@@ -156,10 +174,10 @@ def compile_attention(shape: KernelShape, struct: Callable) -> None:
         paged_attention.paged_attention, scale=H**-0.5, return_lse=True, implementation="mosaic_gpu"
     )
     q, kv = struct((shape.rows, N, H), jnp.bfloat16), paged_attention.KVCache(k=pages, v=pages)
-    compile_for("cuda", attention, q, kv, struct((), jnp.int32), batch)
+    return compile_for("cuda", attention, q, kv, struct((), jnp.int32), batch)
 
 
-def compile_dense_layer(num_rows: int, struct: Callable) -> None:
+def compile_dense_layer(num_rows: int, struct: Callable[..., Any]) -> Any:
     """Of Llama-3.1-8B's shape."""
     L, D, QKV, F = 2, 4096, 6144, 14336
     shapes = dense_layer.DenseWeights(
@@ -169,20 +187,19 @@ def compile_dense_layer(num_rows: int, struct: Callable) -> None:
     layer, progress = struct((), jnp.int32), struct((2,), jnp.int32)
     rows = [struct((num_rows, D), jnp.bfloat16)] * 2
     run = functools.partial(dense_layer.dense_layer, eps=1e-5, offset=0.0)
-    compile_for("cuda", run, *rows, weights, layer, progress, donate_argnums=4)
+    return compile_for("cuda", run, *rows, weights, layer, progress, donate_argnums=4)
 
 
-def compile_kernel(compile_one: Callable, shape: Any, place: SingleDeviceSharding) -> dict:
-    """Registers and spilled bytes of a thread, in the worst of the call's kernels."""
-    files = Path(PTXAS_FILES.name)
-    for file in files.iterdir():
-        file.unlink()
-    compile_one(shape, functools.partial(jax.ShapeDtypeStruct, sharding=place))
-    said = "".join(file.read_text(encoding="utf-8") for file in files.glob("*ptxas*"))
-    return {
-        "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
-        "spilled_bytes": max(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
-    }
+def compile_experts(num_tokens: int, struct: Callable[..., Any]) -> Any:
+    """A layer of Qwen3-30B-A3B's shape."""
+    L, E, D, F = 48, 128, 2048, 768
+    shapes = {"x": (num_tokens, D), "router": (E, D), "gate_up": (L, E, 2 * F, D), "down": (L, E, D, F)}
+    args = {name: struct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+
+    def layer(args: dict[str, Any], layer: Any) -> Any:
+        return moe(**args, layer=layer, top_k=8, normalize=True, act="silu")
+
+    return compile_for("cuda", layer, args, struct((), jnp.int32))
 
 
 def inside_and_outside_the_loop(hlo: str) -> tuple[str, str]:
@@ -217,11 +234,13 @@ def operations(hlo: str) -> dict:
 def compile_step(model, shape: StepShape, platform: str, place: SingleDeviceSharding, args) -> dict:
     ints = jax.ShapeDtypeStruct((shape.num_ints,), jnp.int32, sharding=place)
     step = functools.partial(forward_step, model, shape=shape)
-    compiled = compile_for(platform, step, *args, ints, donate_argnums=(1, 2))
+    frontier = jax.ShapeDtypeStruct((shape.prefill_tokens, LLAMA["hidden_size"]), jnp.bfloat16, sharding=place)
+    inputs = (*args, ints, frontier) if shape.starts_above else (*args, ints)
+    compiled = compile_for(platform, step, *inputs, donate_argnums=(1, 2))
     memory = compiled.memory_analysis()
     assert memory is not None
     found = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
-    if platform == "cuda":
+    if platform == "cuda" and shape.span is None:  # else there are three loops
         inside, outside = inside_and_outside_the_loop(compiled.as_text() or "")
         found |= {"in_loop": operations(inside), "outside": operations(outside)}
     return found
@@ -233,9 +252,12 @@ def main(platform: str) -> None:
     args = arguments(model, platform, place)
     result: dict = {"weights_bytes": num_bytes(args[0]), "cache_bytes": num_bytes(args[1])}
     if platform == "cuda":
-        paged_attention._preferred = lambda: "mosaic_gpu"  # as on a Hopper card
-        result["kernels"] = {name: compile_kernel(compile_attention, shape, place) for name, shape in KERNELS.items()}
-        result["kernels"] |= {f"dense_layer_{n}": compile_kernel(compile_dense_layer, n, place) for n in (8, 16)}
+        paged_attention.preferred = lambda: "mosaic_gpu"  # as on a Hopper card
+        struct = functools.partial(jax.ShapeDtypeStruct, sharding=place)
+        compiles = {name: functools.partial(compile_attention, shape, struct) for name, shape in KERNELS.items()}
+        compiles |= {f"dense_layer_{n}": functools.partial(compile_dense_layer, n, struct) for n in (8, 16)}
+        compiles |= {name: functools.partial(compile_experts, tokens, struct) for name, tokens in EXPERTS.items()}
+        result["kernels"] = {name: kernels_of(compile_it) for name, compile_it in compiles.items()}
     result["programs"] = {name: compile_step(model, shape, platform, place, args) for name, shape in SHAPES.items()}
     print(json.dumps(result))
 

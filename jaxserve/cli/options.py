@@ -55,6 +55,23 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
         "Let decodes wait for prompts that fill a step: sooner done as a whole, but answers stall meanwhile.",
         unset="off; generate, chat, batch and bench but for bench serve: on",
     ),
+    "prefill": Opt(
+        str,
+        "How prompts pass the layers beside decodes: chunked (some tokens a step), layered (some layers a step), or "
+        "auto for what is quicker.",
+        unset="chunked",
+    ),
+    "target_tbt_ms": Opt(
+        float,
+        "Time between tokens that layered and auto keep to, in milliseconds.",
+        unset="512 tokens' work a step",
+    ),
+    "prefill_order": Opt(
+        str,
+        "Which prompt goes first with layered and auto: fcfs, shortest (a short one overtakes a long one between two "
+        "groups of layers), or slack (the earliest deadline that can be met).",
+        unset="fcfs",
+    ),
     "async_scheduling": Opt(bool, "Schedule the next step while the device runs this one.", unset="on"),
     "warm_up": Opt(
         str,

@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jaxserve.layers.decoder import Attend, Params
+from jaxserve.layers.decoder import Attend, Params, StackedLayer
 from jaxserve.layers.linear import fan_in, param
 from jaxserve.layers.moe import moe
 from jaxserve.models.base import ModelConfig, Target, translate_decoder
@@ -63,6 +63,8 @@ def layer(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], att
     x = x + self_attention(p, config, kind, norm(x, p["input_norm"], config), attend)
     h = norm(x, p["post_norm"], config)
     how = {"top_k": config.num_experts_per_tok, "normalize": config.norm_topk_prob, "act": config.act}
+    if isinstance(p, StackedLayer):
+        return x + moe(h, p["router"], p.stack["gate_up"], p.stack["down"], layer=p.number, **how)
     return x + moe(h, p["router"], p["gate_up"], p["down"], **how)
 
 

@@ -6,7 +6,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.pallas_kernels.dense_layer import mosaic_gpu
-from jaxserve.pallas_kernels.dense_layer.cuts import MAX_ROWS as MAX_ROWS
+from jaxserve.pallas_kernels.dense_layer.cuts import fits_rows as fits_rows
 
 
 class DenseWeights(NamedTuple):
@@ -45,11 +45,11 @@ def dense_layer(
         y = h + (silu(gate) * up) @ down.T
         heads = norm(y, input_norm of the next layer) @ qkv.T of the next layer
 
-    After the last layer of the stack `heads` is left as it was in memory.
+    After the last layer of the stack `heads` means nothing.
 
     Args:
         attended: output of the layer's attention.
         x: the residual stream before it.
-        progress: zeros at first, then what the call before returned: how the multiprocessors know of each other.
+        progress: zeros at first, then what the call before returned: counts of finished steps, by which blocks wait.
     """
     return mosaic_gpu.dense_layer(attended, x, weights, layer, progress, eps=eps, offset=offset, interpret=interpret)

@@ -6,9 +6,14 @@ from typing import Any
 
 MAX_ROWS = 16  # with more, the rows that every unit reads again take longer than what one kernel for all saves
 BLOCK = 128  # inputs of a unit that are fetched at a time
-MAX_WIDTH = 64  # columns of one half of a tile
+WIDTHS = range(32, 65, 8)  # columns of one half of a tile; narrower ones would read the rows too often
 MAX_SPLITS = 8
 VECTOR = 512  # columns that a warpgroup adds up at a time, four a thread
+
+
+def fits_rows(num_rows: int) -> bool:
+    """Whether a step of so many rows is one for this kernel."""
+    return num_rows % 8 == 0 and 0 < num_rows <= MAX_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +40,11 @@ class Cut:
         return tile * 2 * self.width, (tile * 2 + 1) * self.width
 
     def turns(self, workers: int) -> int:
-        """Units of the worker that has most."""
+        """Most units that one worker has."""
         return -(-self.units // workers)
 
     def time(self, workers: int) -> int:
-        """Of that worker, in numbers of weights."""
+        """Weights that the slowest worker reads."""
         blocks = -(-self.inputs // BLOCK // self.splits)
         return self.turns(workers) * blocks * BLOCK * 2 * self.width
 
@@ -54,14 +59,14 @@ def cut(inputs: int, outputs: int, workers: int, *, gated: bool = False) -> Cut 
         return None
     found = [
         Cut(inputs=inputs, outputs=outputs, width=width, splits=splits, gated=gated)
-        for width in range(8, MAX_WIDTH + 1, 8)
-        for splits in range(1, 1 if gated else MAX_SPLITS + 1) or (1,)
+        for width in WIDTHS
+        for splits in ((1,) if gated else range(1, MAX_SPLITS + 1))
         if outputs % (width if gated else 2 * width) == 0 and splits <= inputs // BLOCK
     ]
     return min(found, key=lambda each: (each.time(workers), each.turns(workers), -each.width), default=None)
 
 
 def chunk(num_rows: int, columns: int, workers: int) -> int:
-    """Columns of a row that one worker adds up: as few as give no worker two such chunks, or else all."""
+    """As few columns as leave each worker at most one chunk of all rows; else whole rows."""
     sizes = [size for size in range(VECTOR, columns + 1, VECTOR) if columns % size == 0]
     return next((size for size in sizes if num_rows * columns // size <= workers), columns)

@@ -68,12 +68,13 @@ def prepare(
 
     `num_rows` are the query rows of the region, `sliding_window` that of the layers it is for.
     """
-    if (implementation or _preferred()) != "mosaic_gpu":
+    if (implementation or preferred()) != "mosaic_gpu":
         return batch
     return dataclasses.replace(batch, work=mosaic_gpu.plan(batch, kv, num_rows, sliding_window))
 
 
-def _preferred() -> Implementation:
+def preferred() -> Implementation:
+    """What is fastest on the device here, where it can serve."""
     device = jax.devices()[0]
     hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
     return "mosaic_gpu" if hopper else "xla"
@@ -81,7 +82,7 @@ def _preferred() -> Implementation:
 
 def _choose(q: Array, kv: KVCache, batch: AttentionBatch) -> Implementation:
     """The best that can do this."""
-    if _preferred() == "xla":
+    if preferred() == "xla":
         return "xla"
     reason = mosaic_gpu.unsupported(q, kv, batch)
     if reason:

@@ -30,7 +30,7 @@ class FakeEngine:
         self.steps: list[StepRecord] = []
         self.running: dict[str, SimpleNamespace] = {}
         self.aborted: list[str] = []
-        self.most_running = 0
+        self.most_running = self.num_resets = 0
         self._on_step, self._now = on_step, now
 
     def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
@@ -40,6 +40,14 @@ class FakeEngine:
 
     def limits(self) -> SimpleNamespace:
         return SimpleNamespace(vocab_size=50, max_model_len=4096)
+
+    def settle(self) -> list[RequestOutput]:
+        return []
+
+    def reset_prefix_cache(self) -> bool:
+        assert not self.running
+        self.num_resets += 1
+        return True
 
     def recent_steps(self, since: int = 0) -> list[StepRecord]:
         return self.steps[since:]

@@ -13,6 +13,7 @@ from jaxserve.layers import dense
 from jaxserve.layers.decoder import forward, stack_layers
 from jaxserve.layers.kv_cache import init_kv_cache
 from jaxserve.models import get_model
+from jaxserve.pallas_kernels.dense_layer import mosaic_gpu as dense_mosaic_gpu
 from jaxserve.pallas_kernels.paged_attention import mosaic_gpu
 
 SIZES = {
@@ -40,7 +41,8 @@ def test_the_kernel_between_attentions_gives_what_xla_gives(monkeypatch):
 
     dense_layer = dense.dense_layer
     monkeypatch.setattr(dense, "dense_layer", interpreted)
-    monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 2)
+    for module in (mosaic_gpu, dense_mosaic_gpu):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda: 2)
     monkeypatch.setattr("steps.PAGE_SIZE", 8)
     model = get_model(LLAMA | SIZES)
     params = model.init(jax.random.key(0), jnp.bfloat16)
@@ -56,9 +58,12 @@ def test_the_kernel_between_attentions_gives_what_xla_gives(monkeypatch):
     expected, expected_kv = run(kv, decodes, implementation="xla")
     with plgpu.force_gpu_interpret_mode():
         got, got_kv = run(kv, decodes, implementation="mosaic_gpu")
+        nobody = jnp.zeros((0, SIZES["hidden_size"]), jnp.bfloat16)
+        in_spans, _ = run(kv, decodes, span=(1, 2), frontier=nobody, implementation="mosaic_gpu")
     assert calls, "another way was taken"
     tolerance = {"rtol": 0.05, "atol": 0.05}  # a few roundings to bfloat16 a layer; the outputs are of size 1
-    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **tolerance)
+    for each in (got, in_spans):
+        np.testing.assert_allclose(np.asarray(each, np.float32), np.asarray(expected, np.float32), **tolerance)
     for kind in kv:
         for ours, theirs in ((got_kv[kind].k, expected_kv[kind].k), (got_kv[kind].v, expected_kv[kind].v)):
             np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), **tolerance)

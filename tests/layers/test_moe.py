@@ -1,10 +1,15 @@
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.layers.mlp import mlp
 from jaxserve.layers.moe import block_rows, moe, route
+from jaxserve.pallas_kernels import fallback, paged_attention
+from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
 
 E, D, F = 8, 32, 16
 
@@ -76,3 +81,47 @@ def test_bfloat16_stays_close_and_keeps_its_dtype():
     assert got.dtype == jnp.bfloat16
     wide = moe(x.astype(jnp.float32), *(w.astype(jnp.float32) for w in args), top_k=2, normalize=True, act="silu")
     np.testing.assert_allclose(np.asarray(got, np.float32), wide, atol=2**-8 * F**0.5 * float(jnp.abs(wide).max()))
+
+
+def test_stacks_of_all_layers_and_an_index_are_taken_as_well():
+    x = jax.random.normal(jax.random.key(0), (5, D))
+    router, gate_up, down = weights()
+    stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in (gate_up, down)]
+    how = {"top_k": 3, "normalize": True, "act": "silu"}
+    got = jax.jit(lambda layer: moe(x, router, *stacks, layer=layer, **how))(jnp.int32(1))
+    np.testing.assert_allclose(got, moe(x, router, gate_up, down, **how), atol=1e-6)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter of Mosaic GPU kernels is not reliable"
+)
+@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_on_hopper_the_kernels_give_the_same(stacked, monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((9, 128), (4, 128), (2, 4, 128, 128), (2, 4, 128, 64))
+    x, router, gate_up, down = (
+        jax.random.normal(k, s, jnp.bfloat16) / s[-1] ** 0.5 for k, s in zip(keys, shapes, strict=True)
+    )
+    stacks, layer = ((gate_up, down), 1) if stacked else ((gate_up[1], down[1]), None)
+    how = {"top_k": 2, "normalize": False, "act": "silu"}
+    expected = moe(x, 9 * router, *stacks, layer=layer, **how)
+    monkeypatch.setattr(paged_attention, "preferred", lambda: "mosaic_gpu")
+    monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 3)
+    with plgpu.force_gpu_interpret_mode():
+        got = moe(x, 9 * router, *stacks, layer=layer, **how)
+    assert got.dtype == jnp.bfloat16
+    scale = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), atol=scale / 50)
+
+
+def test_what_the_kernels_cannot_do_falls_back_with_one_line(monkeypatch, caplog):
+    monkeypatch.setattr(paged_attention, "preferred", lambda: "mosaic_gpu")
+    fallback.say_once.cache_clear()
+    x = jax.random.normal(jax.random.key(0), (5, D))
+    args = weights()
+    with caplog.at_level(logging.WARNING, fallback.__name__):
+        got = [moe(x, *args, top_k=3, normalize=True, act="silu") for _ in range(2)]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == fallback.__name__]
+    assert "mixture of experts falls back" in line
+    assert "got float32" in line
+    np.testing.assert_allclose(got[1], definition(x, *args, 3, True), atol=1e-5)

@@ -3,13 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.dense_layer import DenseWeights, cuts, dense_layer, reference, unsupported
+from jaxserve.pallas_kernels.dense_layer import DenseWeights, cuts, dense_layer, mosaic_gpu, reference, unsupported
 
 on_gpu = jax.devices()[0].platform == "gpu"
 runs = pytest.mark.skipif(
     not on_gpu and jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter is not reliable"
 )
-# R, D, N H, F, QKV: an output that is split along its inputs, inputs of several blocks, a width that is no power of two
+# R, D, N H, F, QKV: outputs that are split along their inputs, a width that is no power of two
 SHAPES = [(8, 512, 256, 128, 512), (16, 512, 128, 384, 1024)]
 EPS, OFFSET, L = 0.1, 0.5, 3
 
@@ -36,6 +36,13 @@ def errors(got, expected) -> list[float]:
     """The largest error of each output, in units of the largest value's rounding to bfloat16."""
     pairs = zip(got, expected, strict=True)
     return [float(np.abs(np.asarray(a, np.float32) - b).max() / np.abs(b).max() * 2**8) for a, b in pairs]
+
+
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch):
+    """For the cuts of an interpreted kernel to be as wide as those of a large model."""
+    if not on_gpu:
+        monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 8)
 
 
 def run(attended, x, weights, layer=1, progress=None):
@@ -91,12 +98,18 @@ def test_a_plausible_wrong_answer_is_out_of_bounds(wrong):
     assert max(errors(got, right)) > 2
 
 
-def test_cuts_give_each_multiprocessor_a_share():
-    shapes = {"o": (4096, 4096), "down": (14336, 4096), "qkv": (4096, 6144), "gate_up": (4096, 14336)}
-    for name, (num_inputs, num_outputs) in shapes.items():
-        found = cuts.cut(num_inputs, num_outputs, 132, gated=name == "gate_up")
-        total = num_inputs * num_outputs * (2 if found.gated else 1)
-        assert total / 132 <= found.time(132) <= 1.05 * total / 128, (name, found)
+SIZES = {"8b": (4096, 4096, 14336, 6144), "nemo": (5120, 4096, 14336, 6144), "70b": (8192, 8192, 28672, 10240)}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_cuts_give_each_multiprocessor_a_share_in_wide_tiles(name):
+    D, NH, F, QKV = SIZES[name]
+    for gated, num_inputs, num_outputs in ((False, NH, D), (True, D, F), (False, F, D), (False, D, QKV)):
+        found = cuts.cut(num_inputs, num_outputs, 132, gated=gated)
+        total = num_inputs * num_outputs * (2 if gated else 1)
+        assert total / 132 <= found.time(132) <= 1.1 * total / 132, found
+        assert found.width >= 32, found
+        assert found.units * found.width * 2 == num_outputs * found.splits * (2 if gated else 1)
 
 
 def test_what_it_cannot_serve_it_says():
@@ -105,6 +118,6 @@ def test_what_it_cannot_serve_it_says():
     assert "a multiple of 8 up to 16, got 12" in (unsupported(weights, 12) or "")
     assert "got 32" in (unsupported(weights, 32) or "")
     halves = DenseWeights(*(leaf.astype(jnp.float16) for leaf in weights))
-    assert unsupported(halves, 8) == "all weights must be bfloat16"
+    assert unsupported(halves, 8) == "all weights must be bfloat16, got float16 for input_norm"
     *_, odd = inputs((8, 576, 576, 1536, 960))
     assert "multiples of 128" in (unsupported(odd, 8) or "")

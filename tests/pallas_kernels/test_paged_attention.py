@@ -293,11 +293,11 @@ def test_mosaic_gpu_wants_queries_and_cache_of_one_dtype():
 def test_the_hopper_kernels_are_preferred_on_hopper_only(platform, capability, expected, monkeypatch):
     device = types.SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(package.jax, "devices", lambda: [device])
-    assert package._preferred() == expected
+    assert package.preferred() == expected
 
 
 def test_no_implementation_falls_back_with_one_line_and_lse_is_optional(monkeypatch, caplog):
-    monkeypatch.setattr(package, "_preferred", lambda: "mosaic_gpu")
+    monkeypatch.setattr(package, "preferred", lambda: "mosaic_gpu")
     fallback.say_once.cache_clear()
     case = by_name["ragged_last_page"]
     q, kv, plain = inputs(case, jnp.float32)

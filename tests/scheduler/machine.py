@@ -15,10 +15,10 @@ PREFIXES = ([], [2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8, 9, 2, 2], [9] * 16)
 
 @st.composite
 def setups(draw):
-    chunked = draw(st.booleans())
+    chunked = draw(st.sampled_from([True, True, False]))
     max_model_len = draw(st.sampled_from([8, 20, 32]))
     max_num_seqs = draw(st.integers(1, 5))
-    budget = draw(st.integers(max_num_seqs, 12)) if chunked else max_model_len + draw(st.integers(0, 9))
+    budget = draw(st.integers(max_num_seqs + 1, 12)) if chunked else max_model_len + draw(st.integers(0, 9))
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -32,6 +32,8 @@ def setups(draw):
         watermark=draw(st.sampled_from([0.0, 0.0, 0.3])),
         prioritize_prefill=draw(st.booleans()),
         padded_decode_rows=draw(st.sampled_from([(), (0, budget // 4, budget // 2)])),
+        prefill=(prefill := draw(st.sampled_from(["chunked", "layered", "auto"])) if chunked else "chunked"),
+        prefill_order="fcfs" if prefill == "chunked" else draw(st.sampled_from(["fcfs", "shortest", "slack"])),
     )
     return Setup(
         config=config,
@@ -40,7 +42,6 @@ def setups(draw):
         num_ranks=draw(st.sampled_from([1, 1, 2])),
         overlap=draw(st.booleans()),
         prefix_caching=draw(st.integers(0, 4)) > 0,
-        spans=draw(st.booleans()),
         stalls=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
@@ -55,6 +56,7 @@ def random_options(rng):
         min_tokens=rng.choice([0, 0, min(3, max_tokens)]),
         eos_token_ids=rng.choice([frozenset([EOS]), frozenset()]),
         stop_token_ids=rng.choice([frozenset(), frozenset([STOP, EOS])]),
+        arrival_time=rng.random() / 200,
         priority=rng.randint(0, 2),
         deadline=rng.choice([None, None, None, 1.0, 4.0]),
         cache_salt=rng.choice([None, None, None, "a", "b"]),

@@ -2,9 +2,9 @@
 
 import itertools
 
-from simulation import Setup, Simulation
+from simulation import NUM_LAYERS, Setup, Simulation
 
-from jaxserve.scheduler import PagePool, Request, Scheduler, SchedulerConfig, StepResult
+from jaxserve.scheduler import LayeredPrefill, PagePool, Request, Scheduler, SchedulerConfig, StepResult
 
 ids = itertools.count(1000)
 
@@ -26,9 +26,7 @@ class Script(Simulation):
             self.step()
 
 
-def make(
-    *, pages_per_rank=32, page_size=4, num_ranks=1, overlap=True, prefix_caching=True, spans=False, **config
-) -> Script:
+def make(*, pages_per_rank=32, page_size=4, num_ranks=1, overlap=True, prefix_caching=True, **config) -> Script:
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | config
     return Script(
         Setup(
@@ -38,7 +36,7 @@ def make(
             num_ranks=num_ranks,
             overlap=overlap,
             prefix_caching=prefix_caching,
-            spans=spans,
+            layered=lambda config, rng: LayeredPrefill(config, NUM_LAYERS),
         )
     )
 

@@ -18,9 +18,11 @@ import collections
 import dataclasses
 import random
 import zlib
+from collections.abc import Callable
 
 from jaxserve.scheduler import (
-    ChunkedPrefill,
+    Cohort,
+    LayeredPrefill,
     PagePool,
     PoolTooSmall,
     QueueFull,
@@ -33,6 +35,7 @@ from jaxserve.scheduler import (
     StepPlan,
     StepResult,
 )
+from jaxserve.scheduler.overtaking import Order
 
 VOCAB, EOS, STOP = 16, 0, 1
 NUM_LAYERS = 4
@@ -82,6 +85,7 @@ class SlotState:
     tokens: list[int]  # known to the device, the sampled ones too
     hashes: list[int]
     pos: int | None = None  # the next token to compute; None until the first prefill row
+    standing: tuple[int, int, int] | None = None  # (start, end, layer) of tokens that are between two groups of layers
 
 
 class FakeRunner:
@@ -103,6 +107,9 @@ class FakeRunner:
         for slot, index, page in plan.page_updates:
             assert page in self.real_pages
             self.tables[slot][index] = page
+        members = {(request, epoch): count for request, epoch, count in plan.cohort.members} if plan.cohort else {}
+        for row in plan.prefill:
+            assert members.get((row.request, row.epoch)) == len(row.token_ids), "the frontier has no such rows"
         rows = [self._decode_row(row) for row in plan.decode]
         rows += [self._prefill_row(row, plan) for row in plan.prefill]
         writes = {}
@@ -134,6 +141,8 @@ class FakeRunner:
         assert row.token_ids == state.tokens[row.start : end]
         lo, hi = plan.span or (0, NUM_LAYERS)
         assert plan.completes == (hi == NUM_LAYERS)
+        assert (row.start, end, lo) == (state.standing or (row.start, end, 0)), "a layer is left out or passed twice"
+        state.standing = None if plan.completes else (row.start, end, hi)
         assert row.samples == (plan.completes and end == len(state.tokens))
         state.pos = end if plan.completes else row.start
         return state, row.slot, row.start, end, range(lo, hi)
@@ -177,28 +186,25 @@ class FakeRunner:
         return [token]
 
 
-class SpanPrefill(ChunkedPrefill):
-    """Prefill by groups of layers with random borders: a cohort passes one span a step."""
+class RandomLayered(LayeredPrefill):
+    """Layered prefill whose steps are short enough at random, and whose programs are ready at random."""
 
-    def __init__(self, config: SchedulerConfig, borders: random.Random):
-        super().__init__(config)
-        self.borders = borders
-        self.cohort: dict[tuple[Request, int], int] = {}
-        self.lo = 0
+    def __init__(self, config: SchedulerConfig, rng: random.Random):
+        programs = lambda num_tokens, num_seqs, spans: rng.choice([None, num_tokens, num_tokens + 3])  # noqa: E731
+        super().__init__(config, NUM_LAYERS, programs)
+        self.rng = rng
+        if config.prefill_order != "fcfs" and rng.random() < 0.5:
+            self._order = Order(lambda job, now, token_s: (rng.random(),))
 
-    def num_query_tokens(self, request: Request, num_left: int, budget: int) -> int:
-        if not any(member.epoch == epoch for member, epoch in self.cohort):
-            self.cohort, self.lo = {}, 0
-            return super().num_query_tokens(request, num_left, budget)
-        num_tokens = self.cohort.get((request, request.epoch), 0)
-        return num_tokens if num_tokens <= budget else 0
+    def choose(self, draft, candidates):
+        draft.num_decodes += 1  # groups also where nobody decodes
+        return super().choose(draft, candidates)
 
-    def span(self, picked):
-        lo, hi = self.lo, min(self.lo + self.borders.choice([1, 1, 2, 4]), NUM_LAYERS)
-        completes = hi == NUM_LAYERS
-        self.cohort = {} if completes else {(request, request.epoch): n for request, n in picked.items()}
-        self.lo = 0 if completes else hi
-        return (lo, hi), completes
+    def _fits(self, draft, bulk, groups):
+        return self.rng.random() < 0.3
+
+    def _layers_pay(self, draft, bulk, groups, chunk):
+        return self.rng.random() < 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +215,7 @@ class Setup:
     num_ranks: int = 1
     overlap: bool = True
     prefix_caching: bool = True
-    spans: bool = False
+    layered: Callable[[SchedulerConfig, random.Random], LayeredPrefill] = RandomLayered
     stalls: bool = False  # rows without a token; only without overlap
     seed: int = 0
 
@@ -221,7 +227,7 @@ class Simulation:
         self.setup, self.config = setup, setup.config
         self.pool = pool_class(setup.pages_per_rank * setup.num_ranks, setup.page_size, setup.num_ranks)
         rng = random.Random(setup.seed)
-        prefill = SpanPrefill(setup.config, rng) if setup.spans else None
+        prefill = None if setup.config.prefill == "chunked" else setup.layered(setup.config, rng)
         self.scheduler = scheduler_class(
             setup.config, self.pool, enable_prefix_caching=setup.prefix_caching, prefill=prefill
         )
@@ -229,6 +235,7 @@ class Simulation:
         self.runner = FakeRunner(self.pool, setup.config.max_num_seqs, stall)
         self.in_flight: collections.deque = collections.deque()
         self.now = 0.0
+        self.cohort: Cohort | None = None  # of the last step with prefill rows, if it is in flight
         self.live: list[Request] = []
         self.ended: dict[int | str, tuple[str, int | str | None]] = {}
         self.expected: dict[Request, tuple[list[int], str, int | None]] = {}
@@ -279,6 +286,11 @@ class Simulation:
         if plan is not None:
             self.in_flight.append((plan, *self.runner.dispatch(plan)))
             self.seen.update(steps=1, spans=plan.span is not None, mixed=bool(plan.decode and plan.prefill))
+            self.seen["overtakes"] += plan.cohort not in (None, self.cohort) and bool(
+                self.cohort and self.cohort.live()
+            )
+            if plan.cohort is not None:
+                self.cohort = None if plan.completes else plan.cohort
         elif not self.in_flight:
             self._record(self.scheduler.expired())
         self.check()
@@ -372,7 +384,7 @@ class Simulation:
         room = self.config.max_num_batched_tokens - plan.num_prefill_tokens
         waits = self.config.prioritize_prefill and self.config.tokens_for(num_decoding) > room
         waits |= first is not None and any(row.request.order < first.order for row in plan.prefill)  # came back
-        if first is not None and first.status is Status.RUNNING and not self.setup.spans and not waits:
+        if first is not None and first.status is Status.RUNNING and self.config.prefill == "chunked" and not waits:
             assert first in requests or self.pool.num_returning(), "the first in the order does not get on"
 
     @staticmethod

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import Phase
 from machine import machine, run
 
-from jaxserve.scheduler import PagePool, PageUpdate, Scheduler, prefix_cache
+from jaxserve.scheduler import LayeredPrefill, PagePool, PageUpdate, Scheduler, prefix_cache
+from jaxserve.scheduler.layered import borders
 
 
 class PublishesAtDispatch(Scheduler):
@@ -145,4 +146,29 @@ def test_machine_catches_keys_without_salt(monkeypatch):
 def test_machine_catches_keys_without_parent(monkeypatch):
     page_key = prefix_cache.page_key
     monkeypatch.setattr(prefix_cache, "page_key", lambda parent, token_ids: page_key(b"", token_ids))
+    machine_fails()
+
+
+def test_machine_catches_cohorts_that_end_one_group_early(monkeypatch):
+    turn = LayeredPrefill.turn
+
+    def early(self, draft):
+        found = turn(self, draft)
+        return found._replace(completes=found.completes or len(self._in_flight[found.cohort]) == 2)
+
+    monkeypatch.setattr(LayeredPrefill, "turn", early)
+    machine_fails()
+
+
+def test_machine_catches_a_cohort_that_begins_anew_when_it_was_overtaken(monkeypatch):
+    choose = LayeredPrefill.choose
+
+    def forgetful(self, draft, candidates):
+        found = choose(self, draft, candidates)
+        for cohort in self._in_flight:
+            if found[1] is not cohort:
+                self._in_flight[cohort] = borders(self._num_layers, 2)
+        return found
+
+    monkeypatch.setattr(LayeredPrefill, "choose", forgetful)
     machine_fails()

@@ -193,27 +193,6 @@ def test_followers_that_cannot_share_do_not_wait():
         sim.drain()
 
 
-# Layer spans
-
-
-def test_tokens_count_as_computed_only_after_the_last_layer():
-    sim = make(spans=True, overlap=False)
-    a = request([2] * 9)
-    sim.add(a)
-    plan = sim.dispatch()
-    while not plan.completes:
-        assert (a.num_computed_tokens, plan.prefill[0].samples, sim.pool.num_cached) == (0, False, 0)
-        sim.commit()
-        assert a.num_published_pages == 0
-        lo = plan.span[1]
-        plan = sim.dispatch()
-        assert plan.span[0] == lo
-    assert (a.num_computed_tokens, plan.prefill[0].samples) == (9, True)
-    sim.commit()
-    assert a.num_published_pages == 2
-    sim.drain()
-
-
 # Bookkeeping
 
 
@@ -253,6 +232,12 @@ def test_importing_the_scheduler_imports_neither_jax_nor_numpy():
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"max_prefill_seqs": 0}, "max_prefill_seqs must be at least 1, got 0"),
         ({"policy": "lifo"}, "policy must be 'fcfs' or 'priority', got 'lifo'"),
+        ({"prefill": "lazy"}, "prefill must be 'chunked', 'layered' or 'auto', got 'lazy'"),
+        ({"prefill_order": "lifo"}, "prefill_order must be 'fcfs', 'shortest' or 'slack', got 'lifo'"),
+        ({"prefill": "auto", "target_tbt_ms": -1.0}, "target_tbt_ms must be None or above 0, got -1.0"),
+        ({"target_tbt_ms": 9.0}, "are for prefill 'layered' or 'auto', got target_tbt_ms 9.0"),
+        ({"prefill": "layered", "enable_chunked_prefill": False}, "enable_chunked_prefill must be True, got False"),
+        ({"prefill": "layered", "max_num_batched_tokens": 32}, "must be above 32, got 32; raise it"),
         ({"watermark": 1.0}, r"watermark must be in \[0, 1\), got 1.0"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be >= 0, got -1"),
         ({"max_num_queued_reqs": 0}, "max_num_queued_reqs must be None or at least 1, got 0"),

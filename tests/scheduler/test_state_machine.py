@@ -11,6 +11,7 @@ SITUATIONS = [
     "hits",
     "length None",
     "mixed",
+    "overtakes",
     "preemptions in flight",
     "releases",
     "spans",

@@ -19,8 +19,8 @@ WORKLOAD_OPTIONS: Mapping[str, Opt] = {
     "num_prompts": Opt(int, "Number of requests.", 100),
     "dataset_name": Opt(
         str,
-        "Lengths of prompts and answers: random (by the --random options), or as in traces: sharegpt-like, arxiv-like, "
-        "azure-code-like, azure-conv-like.",
+        "Lengths of prompts and answers: random (the --random options are for that alone), or as in traces, "
+        "cut to max_model_len: sharegpt-like, arxiv-like, azure-code-like, azure-conv-like.",
         "random",
     ),
     "random_input_len": Opt(int, "Tokens of a prompt.", 1024),

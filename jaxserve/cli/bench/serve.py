@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -70,7 +70,7 @@ def serve(
         raise ValueError("--sweep-rate needs --goodput, and a --request-rate to begin with, such as 1")
     bench_engine.require_known(workload)
     rng = bench_engine.generator(workload["seed"])
-    gaps = arrival_times(workload["num_prompts"], request_rate, burstiness, rng)
+    first = arrival_times(workload["num_prompts"], request_rate, burstiness, rng)
     require_writable(output_json)
     if plot:
         require_drawable(plot)
@@ -82,14 +82,23 @@ def serve(
         requests = [_request(r) for r in bench_engine.requests(llm.llm_engine, workload, rng)]
 
         def measure(rate: float) -> Run:
-            arrivals = gaps if rate == request_rate else [at * request_rate / rate for at in gaps]
+            if sweep_rate:  # else the prompts of the run before would be in the prefix cache
+                llm.llm_engine.settle()
+                llm.llm_engine.reset_prefix_cache()
+            arrivals = first if rate == request_rate else [at * request_rate / rate for at in first]
             what = f"requests at {rate:.3g}/s" if sweep_rate else "requests"
             with bench_engine.counting(what, len(requests)) as one_done:
                 return drive(llm.llm_engine, requests, arrivals, max_concurrency=max_concurrency, on_end=one_done)
 
         with driver.profiled(llm, profile):
             if sweep_rate:
-                points = sweep.sweep(lambda rate: sweep.point(measure(rate), rate, limits), request_rate)
+                runs: list[Run] = []
+
+                def point(rate: float) -> sweep.Point:
+                    runs.append(measure(rate))
+                    return sweep.point(runs[-1], rate, limits)
+
+                points = sweep.sweep(point, request_rate)
             else:
                 energy = Energy()
                 run = measure(request_rate)
@@ -100,6 +109,9 @@ def serve(
         show(sweep.result(points), "bench serve", as_json=as_json, file=output_json)
         if plot:
             sweep.draw_front(points, plot)
+        run = runs[0]
+        if all(record.failed for record in run.records):
+            _say_that_all_failed(run)
         return
     result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
     result |= used(joules, result["total_input_tokens"] + result["total_output_tokens"])
@@ -107,9 +119,7 @@ def serve(
     if plot:
         draw(run, plot, goodput_ms=limits)
     if not result["completed"]:
-        reason = f", the first because {run.refusal}" if run.refusal else ""
-        print(f"error: all {result['failed']} requests failed{reason}", file=sys.stderr)
-        raise typer.Exit(1)
+        _say_that_all_failed(run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +135,12 @@ class Run:
 class TimedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams  # of output kind DELTA
+
+
+def _say_that_all_failed(run: Run) -> NoReturn:
+    reason = f", the first because {run.refusal}" if run.refusal else ""
+    print(f"error: all {len(run.records)} requests failed{reason}", file=sys.stderr)
+    raise typer.Exit(1)
 
 
 def drive(

@@ -1,0 +1,37 @@
+"""The experts of a mixture-of-experts layer, read from the stack of all layers."""
+
+from typing import Any
+
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import unsupported as unsupported
+
+
+def fused_moe(
+    x: Float[Array, "T D"],
+    logits: Float[Array, "T E"],
+    gate_up: Any,
+    down: Any,
+    layer: int | Int[Array, ""],
+    *,
+    top_k: int,
+    normalize: bool,
+    act: str = "silu",
+) -> Float[Array, "T D"]:
+    """`sum over the token's experts e of p_e * down_e (silu(gate_e x) * (up_e x))`, summed in float32 by choice.
+
+    A token's experts are those of its `top_k` largest logits, and `p` the softmax of all its logits; with `normalize`,
+    divided by the sum over these experts. Only experts that a token picks are read, in place.
+
+    Args:
+        logits: float32, of the router.
+        gate_up: `[L, E, 2 F, D]`, gate before up. down: `[L, E, D, F]`.
+        layer: which of the L layers.
+    Raises:
+        NotImplementedError: the Hopper kernels cannot do this; the message says why.
+    """
+    if reason := unsupported(x, gate_up, down, act):
+        raise NotImplementedError(f"fused_moe: {reason}")
+    return mosaic_gpu.fused_moe(x, logits, gate_up, down, layer, top_k=top_k, normalize=normalize)
