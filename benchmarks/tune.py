@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks import shapes
 from benchmarks.paged_attention import decode_s, prefill_s
-from jaxserve.pallas_kernels.paged_attention import mosaic_gpu
+from jaxserve.pallas_kernels.paged_attention import hopper, mosaic_gpu
 
 AHEAD = 0.99  # of the computed tiling's time; less is noise
 TABLE = Path(mosaic_gpu.__file__).with_name("tilings.json")
@@ -30,7 +30,7 @@ def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
     found = []
     for block, stages, pairs in itertools.product((32, 64, 128), (2, 3, 4, 6), (1, 2) if kernel == "decode" else (1,)):
         tiling = {"block": block, "stages": stages} | ({"pairs": pairs} if kernel == "decode" else {})
-        if mosaic_gpu.shared_bytes(kernel, head_dim, **tiling) <= mosaic_gpu.SHARED_MEMORY_BYTES:
+        if mosaic_gpu.shared_bytes(kernel, head_dim, **tiling) <= hopper.SHARED_MEMORY_BYTES:
             found.append(tiling)
     return found
 

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of a matmul of one warpgroup
+SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block, less what barriers and scratch take
 LEAST = -1e30  # a running maximum that any score passes, and that can be subtracted from -inf
 LOG2_E = math.log2(math.e)
 SWIZZLED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]

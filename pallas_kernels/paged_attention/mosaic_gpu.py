@@ -12,11 +12,10 @@ from jaxserve.pallas_kernels.paged_attention import (
     mosaic_gpu_prefill as prefill,
     prefill_work,
 )
-from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, Scoring
+from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, SHARED_MEMORY_BYTES, Scoring
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
 TILINGS: dict[str, dict[str, dict[str, int]]] = json.loads(Path(__file__).with_name("tilings.json").read_text())
-SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block on Hopper, less what barriers and scratch take
 
 
 def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:

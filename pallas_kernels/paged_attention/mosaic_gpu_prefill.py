@@ -25,6 +25,7 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     INTERPRETER,
     LOG2_E,
     ROWS,
+    SHARED_MEMORY_BYTES,
     SWIZZLED,
     Scoring,
     fetch_block,
@@ -70,12 +71,16 @@ def _attend(
     (_, N, H), num_rows = view.shape, work.tile.shape[0] * TILE
     block, stages = options.tiling.block, options.tiling.stages
     arrivals = block // min(block, kv.page_size)
+    # The next tile's queries are fetched ahead and outputs have a place of their own, if there is room
+    ahead = 2 if (3 * TILE + 2 * stages * block) * 2 * H <= SHARED_MEMORY_BYTES else 1
     scratch = [
-        plgpu.SMEM((2, ROWS, H), view.dtype, transforms=SWIZZLED),
+        plgpu.SMEM((ahead, 2, ROWS, H), view.dtype, transforms=SWIZZLED),
+        plgpu.SMEM((2, ROWS, H), view.dtype, transforms=SWIZZLED) if ahead > 1 else None,
         plgpu.SMEM((stages, block, H), view.dtype, transforms=SWIZZLED),
         plgpu.SMEM((stages, block, H), view.dtype, transforms=SWIZZLED),
         plgpu.SMEM((2, ROWS), jnp.float32),
-        plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(num_arrivals=2, num_barriers=ahead),
+        plgpu.Barrier(num_arrivals=2, num_barriers=ahead),
         plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -127,11 +132,13 @@ class _Cta:
     layer_gmem: Any  # i32 [1]
     out_gmem: Any  # [tiles * TILE, N, H]
     lse_gmem: Any  # f32 [N, tiles * TILE]
-    q_smem: Any  # [2, ROWS, H]
+    q_smem: Any  # [tiles ahead, 2, ROWS, H]
+    out_smem: Any  # [2, ROWS, H]; None: outputs take the place of their queries
     k_smem: Any  # [stages, block, H]
     v_smem: Any
     lse_smem: Any  # f32 [2, ROWS]
-    q_arrived: Any  # [2]
+    q_arrived: Any  # [tiles ahead]
+    q_consumed: Any  # [tiles ahead]
     k_arrived: Any  # [stages]
     v_arrived: Any
     k_consumed: Any
@@ -145,7 +152,8 @@ class _Cta:
         return self.options.tiling.block
 
     def each_tile(self, body) -> None:
-        """`body(tile, num_blocks)` for every tile of this CUDA block; num_blocks counts the blocks of those before.
+        """`body(tile, number, num_blocks)` for every tile of this CUDA block, with the numbers of tiles in use and of
+        blocks before it.
 
         The items of a round become lighter from one multiprocessor to the next, so every second round runs backwards.
         """
@@ -157,14 +165,15 @@ class _Cta:
             first = lax.axis_index("multiprocessor")
             return jnp.where(lax.rem(i, 2) == 0, first, multiprocessors - 1 - first)
 
-        def step(i, num_blocks):
+        def step(i, before):
+            number, num_blocks = before
             tile = self.tile(i * multiprocessors + place(i))
-            body(tile, num_blocks)
-            return num_blocks + tile.count
+            body(tile, number, num_blocks)
+            return number + jnp.int32(self.is_used(tile)), num_blocks + tile.count
 
         full = lax.div(num_items, multiprocessors)
         rest = num_items - full * multiprocessors
-        lax.fori_loop(0, full + (place(full) < rest).astype(jnp.int32), step, jnp.int32(0))
+        lax.fori_loop(0, full + (place(full) < rest).astype(jnp.int32), step, (jnp.int32(0), jnp.int32(0)))
 
     def tile(self, item: Array) -> Tile:
         """Item by item: all heads of the heaviest tile, then those of the next."""
@@ -190,11 +199,31 @@ class _Cta:
         """The first position of the i-th block in use."""
         return (tile.last - 1 - i) * self.block
 
+    def is_used(self, tile: Tile) -> Any:
+        """Whether something is to be stored for the tile."""
+        return True if self.options.clears else tile.count > 0
+
+    def q_slot(self, number: Array) -> Array:
+        return lax.rem(number, self.q_smem.shape[0])
+
     # The warpgroup that fetches
 
-    def fetch(self, tile: Tile, num_blocks: Array) -> None:
+    def fetch(self, tile: Tile, number: Array, num_blocks: Array) -> None:
         N, (page_size, K) = self.q_gmem.shape[1], self.k_gmem.shape[2:4]
         layer, kv_head = self.layer_gmem[0], lax.div(tile.head, N // K)
+
+        @pl.when(self.is_used(tile))
+        def _queries():
+            slot = self.q_slot(number)
+
+            @pl.when(number >= self.q_smem.shape[0])
+            def _wait():
+                plgpu.barrier_wait(self.q_consumed.at[slot])
+
+            for warpgroup in range(2):
+                rows = pl.ds(tile.row * UNIT + warpgroup * ROWS, ROWS)
+                there = self.q_smem.at[slot, warpgroup]
+                plgpu.copy_gmem_to_smem(self.q_gmem.at[rows, tile.head], there, self.q_arrived.at[slot])
 
         def step(i, _):
             slot, begin = lax.rem(num_blocks + i, self.options.tiling.stages), self.begin(tile, i)
@@ -214,38 +243,44 @@ class _Cta:
 
     # The warpgroups that compute
 
-    def compute(self, tile: Tile, num_blocks: Array) -> None:
-        queries, arrived = self.q_smem.at[self.warpgroup], self.q_arrived.at[self.warpgroup]
-
-        @pl.when(tile.count > 0)
-        def _attend():
-            rows = pl.ds(tile.row * UNIT + self.warpgroup * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(self.q_gmem.at[rows, tile.head], queries, arrived)
-            plgpu.barrier_wait(arrived)
-            out, maximum, total = TileOfWarpgroup(cta=self, tile=tile, num_blocks=num_blocks).attend()
-            self.store(tile, out * over(1.0 / total, out), maximum / LOG2_E + jnp.log(total))
-
+    def compute(self, tile: Tile, number: Array, num_blocks: Array) -> None:
+        attend = functools.partial(self.compute_rows, tile, number, num_blocks)
+        pl.when(tile.count > 0)(functools.partial(attend, sees=True))
         if self.options.clears:
+            pl.when(tile.count == 0)(functools.partial(attend, sees=False))
 
-            @pl.when(tile.count == 0)
-            def _no_queries():
-                wgmma = plgpu.Layout.WGMMA
-                self.store(tile, zeros(queries.shape, wgmma), zeros((ROWS,), wgmma.reduce(1)))
+    def compute_rows(self, tile: Tile, number: Array, num_blocks: Array, *, sees: bool) -> None:
+        slot = self.q_slot(number)
+        queries = outputs = self.q_smem.at[slot, self.warpgroup]
+        plgpu.barrier_wait(self.q_arrived.at[slot])
+        if sees:
+            rows = TileOfWarpgroup(cta=self, tile=tile, queries=queries, num_blocks=num_blocks)
+            out, maximum, total = rows.attend()
+            out, lse = out * over(1.0 / total, out), maximum / LOG2_E + jnp.log(total)
+        else:
+            out, lse = zeros(queries.shape, plgpu.Layout.WGMMA), zeros((ROWS,), plgpu.Layout.WGMMA.reduce(1))
+        if self.out_smem is not None:
+            plgpu.barrier_arrive(self.q_consumed.at[slot])
+            outputs = self.out_smem.at[self.warpgroup]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # those of the tile before
+        self.store(tile, outputs, out, lse)
+        if self.out_smem is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.q_consumed.at[slot])
 
-    def store(self, tile: Tile, out: Array, lse: Array) -> None:
+    def store(self, tile: Tile, outputs: Any, out: Array, lse: Array) -> None:
         if self.options.clears:
             num_live = tile.num_rows - self.warpgroup * ROWS
             row = plgpu.broadcasted_iota(jnp.int32, lse.shape, 0, layout=plgpu.Layout.WGMMA.reduce(1))
             out = jnp.where(iota(out.shape, 0) < num_live, out, 0.0)
             lse = jnp.where(row < num_live, lse, -jnp.inf)
-        rows, out_smem = pl.ds(tile.tile * TILE + self.warpgroup * ROWS, ROWS), self.q_smem.at[self.warpgroup]
         lse_smem = self.lse_smem.at[self.warpgroup]
-        out_smem[...] = out.astype(out_smem.dtype)  # the queries are done with
+        outputs[...] = out.astype(outputs.dtype)
         lse_smem[...] = lse
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, self.out_gmem.at[rows, tile.head])
+        rows = pl.ds(tile.tile * TILE + self.warpgroup * ROWS, ROWS)
+        plgpu.copy_smem_to_gmem(outputs, self.out_gmem.at[rows, tile.head])
         plgpu.copy_smem_to_gmem(lse_smem, self.lse_gmem.at[tile.head, rows])
-        plgpu.wait_smem_to_gmem(0)
 
 
 def _attend_kernel(
@@ -264,10 +299,12 @@ def _attend_kernel(
     out_gmem,
     lse_gmem,
     q_smem,
+    out_smem,
     k_smem,
     v_smem,
     lse_smem,
     q_arrived,
+    q_consumed,
     k_arrived,
     v_arrived,
     k_consumed,
@@ -288,10 +325,12 @@ def _attend_kernel(
         out_gmem=out_gmem,
         lse_gmem=lse_gmem,
         q_smem=q_smem,
+        out_smem=out_smem,
         k_smem=k_smem,
         v_smem=v_smem,
         lse_smem=lse_smem,
         q_arrived=q_arrived,
+        q_consumed=q_consumed,
         k_arrived=k_arrived,
         v_arrived=v_arrived,
         k_consumed=k_consumed,
@@ -310,3 +349,4 @@ def _attend_kernel(
     def _compute():
         plgpu.set_max_registers(232, action="increase")
         cta.each_tile(cta.compute)
+        plgpu.wait_smem_to_gmem(0)

@@ -19,11 +19,12 @@ class TileOfWarpgroup:
 
     cta: Any  # the CUDA block as this warpgroup sees it: `mosaic_gpu_prefill._Cta`
     tile: Tile
+    queries: Any  # [ROWS, H], in shared memory
     num_blocks: Array
 
     def attend(self) -> tuple[Array, Array, Array]:
         """The output, not yet normalised, the maxima of the scores and the sums of the weights."""
-        by_row, H = plgpu.Layout.WGMMA.reduce(1), self.cta.q_smem.shape[2]
+        by_row, H = plgpu.Layout.WGMMA.reduce(1), self.queries.shape[1]
         rows, first = zeros((ROWS,), by_row), jnp.int32(0)
         *start, _ = self.softmax(self.scores(first), first, rows + LEAST, rows)
         if self.cta.options.interpret:
@@ -63,7 +64,7 @@ class TileOfWarpgroup:
             weights, maximum, total, decay = self.softmax(scores, i, maximum, total)
             return acc * over(decay, acc), weights, maximum, total
 
-        count, shape = self.tile.count, (ROWS, self.cta.q_smem.shape[2])
+        count, shape = self.tile.count, (ROWS, self.queries.shape[1])
         start = (zeros(shape, plgpu.Layout.WGMMA), weights, maximum, total)
         acc, weights, maximum, total = lax.fori_loop(1, count, step, start)
         return acc + self.product(weights, count - 1), maximum, total
@@ -78,7 +79,7 @@ class TileOfWarpgroup:
             plgpu.wgmma(ref, weights_smem, self.values(i))
             return ref[...]
 
-        out = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, self.cta.q_smem.shape[2])))
+        out = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, self.queries.shape[1])))
         plgpu.barrier_arrive(self.cta.v_consumed.at[self.slot(i)])
         return out
 
@@ -91,7 +92,7 @@ class TileOfWarpgroup:
 
     def start_scores(self, i: Array, ref: Any) -> None:
         plgpu.barrier_wait(self.cta.k_arrived.at[self.slot(i)])
-        plgpu.wgmma(ref, self.cta.q_smem.at[self.cta.warpgroup], self.cta.k_smem.at[self.slot(i)].T)
+        plgpu.wgmma(ref, self.queries, self.cta.k_smem.at[self.slot(i)].T)
 
     def scores(self, i: Array) -> Array:
         def product(ref):
@@ -113,7 +114,7 @@ class TileOfWarpgroup:
         new = jnp.maximum(maximum, scores.max(axis=1) * to_log2)
         decay = jnp.exp2(maximum - new)
         weights = jnp.exp2(scores * to_log2 - over(new, scores))
-        return weights.astype(self.cta.q_smem.dtype), new, total * decay + weights.sum(axis=1), decay
+        return weights.astype(self.queries.dtype), new, total * decay + weights.sum(axis=1), decay
 
     def masked(self, scores: Array, begin: Array) -> Array:
         position, row = begin + iota(scores.shape, 1), self.first_row + iota(scores.shape, 0)
