@@ -43,7 +43,7 @@ def merge_parts(
     """The outputs and the logarithms of their denominators, with those that the first kernel left out, in place."""
     B, num_tiles, rows, H = out.shape
     count = ROW_ELEMENTS // H
-    by_tile = options.slices > B
+    by_tile = options.slices > B or options.slices == 1  # one slice splits nothing
     chunk = min(MAX_AHEAD // count, options.slices // B + 2)  # all parts of a tile if tiles are equally long
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
