@@ -27,7 +27,7 @@ def square(*shape: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    logits_smem: Any  # f32 [ROWS, E]
+    logits_smem: Any  # f32 [E / ROWS, ROWS, ROWS]: Mosaic swizzles it, and a slice of columns loses how (jax 0.11, 0.12)
     largest_smem: Any  # f32 [top_k, ROWS], the logits of the choices
     chosen_smem: Any  # f32 [top_k, ROWS], their experts; NONE where that is -inf or not a number
     picks_smem: Any  # [ROWS, E], one where a token picks an expert
@@ -36,7 +36,7 @@ class Choices:
     @staticmethod
     def scratch(num_experts: int, top_k: int) -> tuple[Any, ...]:
         return (
-            plgpu.SMEM((ROWS, num_experts), jnp.float32),
+            plgpu.SMEM((num_experts // ROWS, ROWS, ROWS), jnp.float32),
             plgpu.SMEM((top_k, ROWS), jnp.float32),
             plgpu.SMEM((top_k, ROWS), jnp.float32),
             square(ROWS, num_experts),
@@ -81,9 +81,17 @@ class Choices:
             self.picks_smem[:, pl.ds(part, ROWS)] = ones(picked)
         plgpu.commit_smem()
 
+    def fetch_logits(self, logits_gmem: Any, begin: Array | int, arrived: Any) -> None:
+        """Those of the tokens from `begin` on, f32 `[T, E]`; the barrier takes an arrival for each 64 experts."""
+        num_tokens = min(ROWS, logits_gmem.shape[0])
+        for i, part in enumerate(self.parts):
+            there = self.logits_smem.at[i, pl.ds(0, num_tokens)]
+            plgpu.copy_gmem_to_smem(logits_gmem.at[pl.ds(begin, num_tokens), pl.ds(part, ROWS)], there, arrived)
+        plgpu.barrier_wait(arrived)
+
     def logits(self) -> list[Array]:
         smem, layout = self.logits_smem, plgpu.Layout.WGMMA
-        return [plgpu.load(smem.at[:, pl.ds(part, ROWS)], layout=layout, optimized=False) for part in self.parts]
+        return [plgpu.load(smem.at[i], layout=layout, optimized=False) for i in range(smem.shape[0])]
 
     def is_expert(self, expert: Array, part: int) -> Array:
         column = self.column

@@ -33,7 +33,7 @@ def choose(logits: Array, top_k: int, *, normalize: bool, interpret: bool = Fals
             plgpu.SMEM((top_k, ROWS), jnp.int32),
             plgpu.SMEM((top_k, ROWS), jnp.int32),
             plgpu.SMEM((top_k, ROWS), jnp.float32),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=E // ROWS),
             *Choices.scratch(E, top_k),
         ),
         grid=(num_blocks,),
@@ -60,8 +60,7 @@ def _choose_kernel(
 ):
     choices, block = Choices(*choices_smem), lax.axis_index("block")
     begin = jnp.minimum(block * ROWS, logits_gmem.shape[0] - ROWS)
-    plgpu.copy_gmem_to_smem(logits_gmem.at[pl.ds(begin, ROWS)], choices.logits_smem, arrived)
-    plgpu.barrier_wait(arrived)
+    choices.fetch_logits(logits_gmem, begin, arrived)
     choices.make(choices.row >= (block * ROWS - begin).astype(jnp.float32))
     choices.store_weights(weights_smem, normalize)
     ranks = [choices.ranks(part) for part in choices.parts]
@@ -72,12 +71,14 @@ def _choose_kernel(
         expert_smem[j] = jnp.where(expert < NONE, expert, 0.0).astype(jnp.int32)
 
     lax.fori_loop(0, choices.top_k, store, None)
-    for part in choices.parts:  # the logits are done with
-        choices.logits_smem[:, pl.ds(part, ROWS)] = choices.counts(part)
+    for i, part in enumerate(choices.parts):  # the logits are done with
+        choices.logits_smem[i] = choices.counts(part)
     plgpu.commit_smem()
     there = (slice(None), pl.ds(block * ROWS, ROWS))
     plgpu.copy_smem_to_gmem(expert_smem, expert_gmem.at[there])
     plgpu.copy_smem_to_gmem(rank_smem, rank_gmem.at[there])
     plgpu.copy_smem_to_gmem(weights_smem, weights_gmem.at[there])
-    plgpu.copy_smem_to_gmem(choices.logits_smem.at[pl.ds(0, 1)], counts_gmem.at[pl.ds(block, 1)])
+    for i, part in enumerate(choices.parts):
+        counts_smem = choices.logits_smem.at[i, pl.ds(0, 1)]
+        plgpu.copy_smem_to_gmem(counts_smem, counts_gmem.at[pl.ds(block, 1), pl.ds(part, ROWS)])
     plgpu.wait_smem_to_gmem(0)

@@ -60,7 +60,7 @@ def route_and_permute(
             plgpu.SMEM((top_k, ROWS), jnp.float32),
             plgpu.SMEM((3, E), jnp.int32),
             plgpu.SMEM((ROWS,), jnp.int32),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=E // ROWS),
             *Choices.scratch(E, top_k),
         ),
         grid=(tiling.multiprocessors if T == 1 else T + 1,),
@@ -99,10 +99,9 @@ def _route_kernel(
 ):
     choices, T, block = Choices(*choices_smem), x_gmem.shape[0], lax.axis_index("block")
     row, column, parts = choices.row, choices.column, choices.parts
-    plgpu.copy_gmem_to_smem(logits_gmem, choices.logits_smem.at[pl.ds(0, T)], arrived)
     for part, other in itertools.product(parts, parts):
         experts_smem[pl.ds(part, ROWS), pl.ds(other, ROWS)] = ones(part + row < other + column)
-    plgpu.barrier_wait(arrived)
+    choices.fetch_logits(logits_gmem, 0, arrived)
     choices.make(row < T)
     for part in parts:
         counts, some = choices.counts(part), pl.ds(part, ROWS)
