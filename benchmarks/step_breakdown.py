@@ -88,7 +88,7 @@ def main() -> None:
     table = Table("ms a step", *KINDS, "idle", "sum")
     rows = []
     with tpot.engine(warm_up="off") as llm:
-        for case in tpot.CASES:
+        for case in tpot.LLAMA.cases:
             if case.context <= 1024:
                 decode(llm, case)  # compiles
                 parts = split(decode(llm, case))

@@ -1,17 +1,18 @@
-"""Time a token on one GPU: Llama-3.1-8B's shape with random weights, beside vLLM's figures on an H200.
+"""Time a token on one GPU: a well-known shape with random weights, beside vLLM's figures on an H200.
 
     tpot_BxC           (time of 65 tokens - time of 1) / 64 over whole calls of `generate`, B sequences of C tokens: the
                        prefill of a large batch is staggered inside it, as it is in the peer's figure
     tpot_BxC_decode    the same from 64 steps that only decode
     prefill_64x1024    tokens a second of the call that makes one token each
     tpot_card_*        what this card reads and multiplies, beside the one that the peer's figures are of: cards differ
-    start_8b           `LLM(...)` to ready, with every default program compiled or found in the compile cache; the peer
+    start              `LLM(...)` to ready, with every default program compiled or found in the compile cache; the peer
                        is vLLM's start with CUDA graphs
+    qwen3_30b_*        the same of a mixture of experts
 
 The peer, vLLM 0.23 on one H200 (bfloat16, CUDA graphs, prefix caching off), was measured with the same settings:
 greedy, ignore_eos, no detokenising, in-process step loop, max_num_seqs 256, token budget 8192, memory 0.85.
 
-    python -m benchmarks.tpot [--only 64x1024 ...] [--warm-up off] [--cache DIR] [--save DIR]
+    python -m benchmarks.tpot [--model qwen3-30b-a3b] [--only 64x1024 ...] [--warm-up off] [--cache DIR] [--save DIR]
 """
 
 import argparse
@@ -29,7 +30,7 @@ from jax import Array
 from benchmarks._report import Row, report
 from jaxserve import LLM, SamplingParams
 
-MODEL, VOCAB_SIZE, NUM_STEPS = "llama-3.1-8b", 128_000, 64
+VOCAB_SIZE, NUM_STEPS = 128_000, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,26 +42,58 @@ class Case:
     stretch_ms: float
 
 
-CASES = (
-    Case(1, 128, 4.77, 4.4, 4.2),
-    Case(16, 128, 5.05, 4.6, 4.3),
-    Case(64, 1024, 7.73, 7.0, 6.6),
-    Case(256, 1024, 18.8, 16.0, 14.5),
-    Case(8, 32_000, 12.9, 12.3, 12.0),
-    Case(1, 120_000, 8.34, 8.1, 7.9),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model, what vLLM reached with it, and what is to be reached."""
+
+    name: str
+    suffix: str  # of the names of rows
+    max_model_len: int
+    cases: tuple[Case, ...]
+    prefill: tuple[float, float, float]  # tok/s: peer, must, stretch
+    start: tuple[float, float, float]  # seconds with an empty compile cache
+
+
+LLAMA = Shape(
+    name="llama-3.1-8b",
+    suffix="",
+    max_model_len=121_000,
+    cases=(
+        Case(1, 128, 4.77, 4.4, 4.2),
+        Case(16, 128, 5.05, 4.6, 4.3),
+        Case(64, 1024, 7.73, 7.0, 6.6),
+        Case(256, 1024, 18.8, 16.0, 14.5),
+        Case(8, 32_000, 12.9, 12.3, 12.0),
+        Case(1, 120_000, 8.34, 8.1, 7.9),
+    ),
+    prefill=(43_200, 43_200, 47_000),
+    start=(92.0, 45.0, 25.0),
 )
+QWEN = Shape(
+    name="qwen3-30b-a3b",
+    suffix="_qwen3_30b",
+    max_model_len=33_000,
+    cases=(
+        Case(1, 128, 4.31, 4.0, 3.2),
+        Case(16, 128, 12.5, 12.0, 10.5),
+        Case(64, 1024, 18.9, 18.3, 16.5),
+        Case(256, 1024, 26.7, 25.0, 22.0),
+        Case(1, 32_000, 5.08, 4.7, 4.0),
+    ),
+    prefill=(67_600, 67_600, 67_600),
+    start=(120.0, 120.0, 120.0),
+)
+SHAPES = {shape.name: shape for shape in (LLAMA, QWEN)}
 REST_S = 1.0  # before each call: seconds of prefill heat the card, and the next seconds are up to 3 % slower
-PREFILL_PEER, PREFILL_STRETCH = 43_200, 47_000
-START_PEER_S, START_MUST_S, START_STRETCH_S = 92.0, 45.0, 25.0  # with an empty compile cache
 
 
-def engine(budget: int = 8192, **options: Any) -> LLM:
+def engine(budget: int = 8192, *, shape: Shape = LLAMA, **options: Any) -> LLM:
     """The engine that all of these figures are of."""
     return LLM(
-        MODEL,
+        shape.name,
         load_format="dummy",
         dtype="bfloat16",
-        max_model_len=121_000,
+        max_model_len=shape.max_model_len,
         max_num_seqs=256,
         max_num_batched_tokens=budget,
         device_memory_utilization=0.85,
@@ -102,30 +135,28 @@ def decode_s(llm: LLM, case: Case) -> float:
     return elapsed / NUM_STEPS
 
 
-def row(name: str, seconds: float, case: Case) -> Row:
-    """In terms of the peer: `target` is the must as a ratio to it."""
-    return Row(
-        name=name,
-        value=1e3 * seconds,
-        unit="ms",
-        peer=case.peer_ms,
-        target=case.peer_ms / case.must_ms,
-        stretch=case.peer_ms / case.stretch_ms,
-        lower_is_better=True,
-    )
+def against(goals: tuple[float, float, float], *, lower_is_better: bool = False) -> dict[str, Any]:
+    """Peer, must and stretch as a row has them: as ratios to the peer."""
+    peer, *others = goals
+    target, stretch = (peer / other if lower_is_better else other / peer for other in others)
+    return {"peer": peer, "target": target, "stretch": stretch}
 
 
-def measure(llm: LLM, case: Case) -> list[Row]:
-    name = f"tpot_{case.batch}x{case.context}"
+def measure(llm: LLM, case: Case, shape: Shape) -> list[Row]:
+    name = f"tpot{shape.suffix}_{case.batch}x{case.context}"
+    goals = against((case.peer_ms, case.must_ms, case.stretch_ms), lower_is_better=True)
+    how = {"unit": "ms", "lower_is_better": True, **goals}
     repeats = range(max(1, min(8, 2**17 // (case.batch * case.context))))
     decode = min(decode_s(llm, case) for _ in repeats)
     pairs = [(generate_s(llm, case, 1), generate_s(llm, case, NUM_STEPS + 1)) for _ in repeats]
     one, many = (min(times) for times in zip(*pairs, strict=True))
-    rows = [row(name, (many - one) / NUM_STEPS, case), row(f"{name}_decode", decode, case)]
+    rows = [
+        Row(name=name, value=1e3 * (many - one) / NUM_STEPS, **how),
+        Row(name=f"{name}_decode", value=1e3 * decode, **how),
+    ]
     if (case.batch, case.context) == (64, 1024):
         rate = case.batch * case.context / one
-        prefill = {"unit": "tok/s", "peer": PREFILL_PEER, "target": 1.0, "stretch": PREFILL_STRETCH / PREFILL_PEER}
-        rows.append(Row(name="prefill_64x1024", value=rate, **prefill))
+        rows.append(Row(name=f"prefill{shape.suffix}_64x1024", value=rate, unit="tok/s", **against(shape.prefill)))
     return rows
 
 
@@ -153,25 +184,27 @@ def device_s(function: Callable[[Array], Array], x: Array) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(SHAPES), default=LLAMA.name)
     parser.add_argument("--only", nargs="*", help="such as 64x1024")
     parser.add_argument("--warm-up", default="blocking", choices=["blocking", "off"])
     parser.add_argument("--cache", default=None, help="compile cache; an empty folder measures a cold start")
     parser.add_argument("--save", type=Path, help="folder for the rows as tpot.jsonl")
     options = parser.parse_args()
+    shape = SHAPES[options.model]
     card = card_rows()
     began = time.perf_counter()
     cache = {} if options.cache is None else {"compilation_cache_dir": options.cache}
-    llm = engine(warm_up=options.warm_up, **cache)
+    llm = engine(shape=shape, warm_up=options.warm_up, **cache)
     started = time.perf_counter() - began
     print({name: round(value, 2) for name, value in llm.get_metrics().items() if "start_" in name}, flush=True)
-    ratios = {"target": START_PEER_S / START_MUST_S, "stretch": START_PEER_S / START_STRETCH_S}
-    rows = [*card, Row(name="start_8b", value=started, unit="s", peer=START_PEER_S, lower_is_better=True, **ratios)]
+    start = against(shape.start, lower_is_better=True)
+    rows = [*card, Row(name=f"start{shape.suffix}", value=started, unit="s", lower_is_better=True, **start)]
     with llm:
-        for case in CASES:
+        for case in shape.cases:
             if not options.only or f"{case.batch}x{case.context}" in options.only:
-                rows += measure(llm, case)
+                rows += measure(llm, case, shape)
                 print(*(f"{row.name} {row.value:.4g} {row.unit} ({row.met})" for row in rows[-3:]), flush=True)
-    report(rows, save=options.save and options.save / "tpot.jsonl")
+    report(rows, save=options.save and options.save / f"tpot{shape.suffix}.jsonl")
 
 
 if __name__ == "__main__":
