@@ -17,7 +17,8 @@ from attention_cases import CASES, LAYER, Case, inputs
 
 import jaxserve.pallas_kernels.paged_attention as package
 from jaxserve.pallas_kernels import fallback
-from jaxserve.pallas_kernels.paged_attention import KVCache, mosaic_gpu, paged_attention, prepare, reference
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu, paged_attention, prepare, reference
+from jaxserve.pallas_kernels.paged_attention.types import FP8
 
 ON_GPU = jax.devices()[0].platform == "gpu"
 by_name = {case.name: case for case in CASES}
@@ -83,17 +84,18 @@ def error(got, expected, batch, dtype) -> float:
 
 def all_cases():
     for case in CASES:
-        yield pytest.param("xla", case, jnp.float32, id=f"xla-{case.name}-f32")
-        yield pytest.param("xla", case, jnp.bfloat16, id=f"xla-{case.name}-bf16")
+        yield pytest.param("xla", case, jnp.float32, None, id=f"xla-{case.name}-f32")
+        yield pytest.param("xla", case, jnp.bfloat16, None, id=f"xla-{case.name}-bf16")
+        yield pytest.param("xla", case, jnp.bfloat16, FP8, id=f"xla-{case.name}-fp8")
         fast = case.name in FAST_CASES
-        yield mosaic("mosaic_gpu", case, jnp.bfloat16, fast=fast, name=f"mosaic_gpu-{case.name}-bf16")
+        yield mosaic("mosaic_gpu", case, jnp.bfloat16, None, fast=fast, name=f"mosaic_gpu-{case.name}-bf16")
     for name in ("ragged_last_page", "decode_32_8_128", "prefill_chunks", "prefill_soft_cap"):
-        yield mosaic("mosaic_gpu", by_name[name], jnp.float16, fast=False, name=f"mosaic_gpu-{name}-f16")
+        yield mosaic("mosaic_gpu", by_name[name], jnp.float16, None, fast=False, name=f"mosaic_gpu-{name}-f16")
 
 
-@pytest.mark.parametrize(("implementation", "case", "dtype"), [*all_cases()])
-def test_agrees_with_the_definition_and_reads_no_unused_slot(implementation, case, dtype):
-    q, kv, batch = inputs(case, dtype)
+@pytest.mark.parametrize(("implementation", "case", "dtype", "kv_dtype"), [*all_cases()])
+def test_agrees_with_the_definition_and_reads_no_unused_slot(implementation, case, dtype, kv_dtype):
+    q, kv, batch = inputs(case, dtype, kv_dtype)
     expected, expected_lse = reference.paged_attention(q, kv, LAYER, batch, **case.options)
     out, lse = run(q, kv, batch, case.options, implementation)
     assert error(out, expected, batch, dtype) < 1
@@ -157,6 +159,26 @@ def test_a_plausible_wrong_answer_is_out_of_bounds(implementation, name, wrong, 
     else:
         got, _ = run(q, kv, changed[0], changed[1], implementation)
     assert not error(got, expected, batch, dtype) < 1  # NaN is out of bounds too
+
+
+WRONG_SCALES = {
+    "none": lambda scale: None,
+    "another_head's": lambda scale: jnp.roll(scale, 1, axis=1),
+    "another_layer's": lambda scale: jnp.roll(scale, 1, axis=0),
+    "its_inverse": lambda scale: 1 / scale,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SCALES)
+@pytest.mark.parametrize("of", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("name", ["ragged_last_page", "prefill_padded"])
+def test_a_wrong_scale_is_out_of_bounds(name, of, wrong):
+    case = by_name[name]
+    q, kv, batch = inputs(case, jnp.bfloat16, FP8)
+    expected, _ = reference.paged_attention(q, kv, LAYER, batch, **case.options)
+    changed = dataclasses.replace(kv, **{of: WRONG_SCALES[wrong](getattr(kv, of))})
+    got, _ = reference.paged_attention(q, changed, LAYER, batch, **case.options)
+    assert error(got, expected, batch, jnp.bfloat16) > 1
 
 
 @pytest.mark.parametrize(
@@ -267,7 +289,7 @@ def test_what_is_not_a_number_in_one_sequence_stays_there(implementation, name):
     q, kv, batch = inputs(case, jnp.bfloat16)
     expected, expected_lse = run(q, kv, batch, case.options, implementation)
     first = int(batch.page_table[0, 0])
-    kv = KVCache(k=kv.k, v=kv.v.at[LAYER, first, 0].set(jnp.inf))
+    kv = dataclasses.replace(kv, v=kv.v.at[LAYER, first, 0].set(jnp.inf))
     out, lse = run(q, kv, batch, case.options, implementation)
     sequences = np.array([s for s, _ in reference.query_positions(batch, len(out))])
     assert not np.isfinite(out[sequences == 0]).all()
