@@ -9,6 +9,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels.paged_attention.types import FP8, KVCache
+
 ROWS = 64  # of a matmul of one warpgroup
 SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block, less what barriers and scratch take
 LEAST = -1e30  # a running maximum that any score passes, and that can be subtracted from -inf
@@ -24,6 +26,16 @@ class Scoring:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+
+
+def unsupported_dtypes(name: str, dtype: Any, kv: KVCache) -> str | None:
+    """Why the kernels do not take queries, called `name`, of this dtype with this cache; None if they do."""
+    if dtype in ("bfloat16", "float16") and (kv.k.dtype == dtype or (kv.k.dtype == FP8 and kv.k_scale is not None)):
+        return None
+    return (
+        f"{name} and cache must both be bfloat16 or both float16, got {dtype} and {kv.k.dtype}; beside either {name} "
+        "the cache may be float8_e4m3fn with scales"
+    )
 
 
 def page_ids(table: Any, sequence: Array, kv_len: Array, begin: Array, block: int, page_size: int) -> list[Array]:
