@@ -72,7 +72,7 @@ class SampleShape:
         return features.random + 2 * features.edits + (features.num_logprobs is not None)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="shape", donate_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="shape", donate_argnums=(2, 3, 5))
 def forward_step(
     model: Model,
     params: dict,
@@ -86,7 +86,7 @@ def forward_step(
     """Runs one step's rows through the layers.
 
     Args:
-        kv, sequences: donated.
+        kv, sequences, frontier: donated.
         ints: i32 [shape.num_ints]: decode slots [B], prefill token ids [T], prefill slots [S], start positions [S],
             cu_q_lens [S+1].
         frontier: where the prefill rows stand before a span that starts above layer 0, [T, D].

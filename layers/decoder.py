@@ -21,7 +21,28 @@ from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.pallas_kernels.paged_attention import Implementation
 
 Params = Mapping[str, Any]
-Attend = Callable[[Array], Array]  # heads of q, k and v [T, N + 2 K, H] -> [T, N, H]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Attend:
+    """What a layer sees of the step: attention over its rows, and which of these are real."""
+
+    cache: KVCache  # of the layer's kind; with the layer's keys and values in it once it was called
+    index: int | Array  # of the layer in its kind
+    batch: StepBatch  # prepared
+    spec: AttentionSpec
+    implementation: Implementation | None
+
+    def __call__(self, heads: Array) -> Array:
+        """Attention of heads of q, k and v [T, N + 2 K, H]: [T, N, H]."""
+        out, self.cache = attend(heads, self.cache, self.index, self.batch, self.spec, self.implementation)
+        return out
+
+    @property
+    def real(self) -> Array:
+        """bool [T]: other rows are padding. What a layer makes of them does not matter."""
+        assert self.batch.real is not None, "not prepared"
+        return self.batch.real
 
 
 @runtime_checkable
@@ -137,16 +158,10 @@ def _layer_body(model: DecoderModel, batches: dict[str, StepBatch], implementati
 
     def body(kind: str, p: Params, index: int | Array, carry: tuple[Array, dict[str, KVCache]]):
         x, kv = carry
-        cache, batch = kv[kind], batches[kind]
-
-        def attend_and_write(heads: Array) -> Array:
-            nonlocal cache
-            spec = model.attention_spec(kind)
-            out, cache = attend(heads, cache, index, batch, spec, implementation)
-            return out
-
-        x = model.layer(p, kind, x, attend_and_write)
-        return x, {**kv, kind: cache}
+        how = {"spec": model.attention_spec(kind), "implementation": implementation}
+        attention = Attend(cache=kv[kind], index=index, batch=batches[kind], **how)
+        x = model.layer(p, kind, x, attention)
+        return x, {**kv, kind: attention.cache}
 
     return body
 

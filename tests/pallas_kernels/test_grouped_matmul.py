@@ -135,6 +135,7 @@ def test_a_plausible_wrong_answer_is_out_of_bounds(wrong):
 
 
 INTERPRET = {} if ON_GPU else {"interpret": True}
+ALL = jnp.ones(200, bool)  # tokens are real
 
 
 def rows_of(picks, num_pairs: int, tile_rows: int):
@@ -158,9 +159,9 @@ def test_routing_in_one_kernel_gives_what_xla_gives(normalize):
     up, _ = mosaic_gpu.tilings(9, 8, 128, 128, 64)
     gate_up = jnp.zeros((1, 128, 128, 128), x.dtype)
     rows, work, places, weights = mosaic_gpu_route.route_and_permute(
-        x, logits, gate_up, 0, 8, up, normalize=normalize, **INTERPRET
+        x, logits, ALL[:9], gate_up, 0, 8, up, normalize=normalize, **INTERPRET
     )
-    picks, expected_weights = mosaic_gpu.route(logits, 8, normalize)
+    picks, expected_weights = mosaic_gpu.route(logits, ALL[: logits.shape[0]], 8, normalize)
     expected, expected_places = rows_of(picks, 72, 64)
     num_tiles = int(expected.num_tiles[0])
     assert int(work.num_tiles[0]) == num_tiles
@@ -176,8 +177,8 @@ def test_routing_in_one_kernel_gives_what_xla_gives(normalize):
 def test_choices_by_blocks_lead_to_the_same_rows(num_tokens):
     normalize = num_tokens == 64
     x, logits = jax.random.normal(jax.random.key(0), (num_tokens, 128), jnp.bfloat16), hard_logits(num_tokens)
-    picks, weights = mosaic_gpu_choose.choose(logits, 8, normalize=normalize, **INTERPRET)
-    whole, expected_weights = mosaic_gpu.route(logits, 8, normalize)
+    picks, weights = mosaic_gpu_choose.choose(logits, ALL[:num_tokens], 8, normalize=normalize, **INTERPRET)
+    whole, expected_weights = mosaic_gpu.route(logits, ALL[: logits.shape[0]], 8, normalize)
     expected, expected_places = rows_of(whole, 8 * num_tokens, 64)
     work, first_row = plan(picks, 8 * num_tokens, 64)
     jax.tree.map(np.testing.assert_array_equal, work, expected)
