@@ -36,6 +36,7 @@ FAST_CASES = (
     "prefill_chunks",
     "prefill_rows_in_place_padded",
 )
+FAST_FP8_CASES = ("decode_window", "decode_page_64", "decode_tiles_of_five_and_two_parts", "prefill_chunks")
 FAST_WRONG = (("ragged_last_page", "sees_one_less"), ("prefill_padded", "neighbours_page"))
 
 need_interpreter = pytest.mark.skipif(
@@ -89,6 +90,8 @@ def all_cases():
         yield pytest.param("xla", case, jnp.bfloat16, FP8, id=f"xla-{case.name}-fp8")
         fast = case.name in FAST_CASES
         yield mosaic("mosaic_gpu", case, jnp.bfloat16, None, fast=fast, name=f"mosaic_gpu-{case.name}-bf16")
+        fast = case.name in FAST_FP8_CASES
+        yield mosaic("mosaic_gpu", case, jnp.bfloat16, FP8, fast=fast, name=f"mosaic_gpu-{case.name}-fp8")
     for name in ("ragged_last_page", "decode_32_8_128", "prefill_chunks", "prefill_soft_cap"):
         yield mosaic("mosaic_gpu", by_name[name], jnp.float16, None, fast=False, name=f"mosaic_gpu-{name}-f16")
 
