@@ -223,11 +223,11 @@ def _attend_kernel(
     @pl.when(warpgroup >= pairs)
     def _fetch():
         if pairs > 1:
-            plgpu.set_max_registers(32 if k_pages_smem is None else 56, action="decrease")
+            plgpu.set_max_registers(32 if k_pages_smem is None else 72, action="decrease")
         self.fetch() if k_pages_smem is None else self.fetch_and_widen()
 
     @pl.when(warpgroup < pairs)
     def _compute():
         if pairs > 1:
-            plgpu.set_max_registers(216 if k_pages_smem is None else 192, action="increase")
+            plgpu.set_max_registers(216 if k_pages_smem is None else 184, action="increase")
         self.compute()

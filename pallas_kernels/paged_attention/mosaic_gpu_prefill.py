@@ -39,7 +39,7 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
 )
 from jaxserve.pallas_kernels.paged_attention.prefill_softmax import TileOfWarpgroup
 from jaxserve.pallas_kernels.paged_attention.prefill_work import TILE, UNIT, Options, Tile, Tiling, Work
-from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+from jaxserve.pallas_kernels.paged_attention.types import FP8, AttentionBatch, KVCache
 
 
 def paged_attention(
@@ -67,18 +67,31 @@ def paged_attention(
     return jnp.where(real[:, None, None], out, jnp.zeros_like(out)), jnp.where(real[:, None], lse, -jnp.inf)
 
 
+def _ahead(block: int, stages: int, head_dim: int, is_fp8: bool) -> tuple[int, int]:
+    """Tiles whose queries are fetched ahead, of which two leave outputs a place of their own, and blocks that are
+    fetched in float8 before they are widened: as many as there is room for.
+    """
+    widths = 2 * (2 * stages * block) * head_dim
+
+    def needed(ahead: int, pages_ahead: int) -> int:
+        tiles, pages = 3 if ahead > 1 else 1, 2 * pages_ahead * block * head_dim if is_fp8 else 0
+        return 2 * tiles * TILE * head_dim + widths + pages
+
+    choices = [(2, stages), (1, stages), (1, 1)]
+    return next(choice for choice in choices if needed(*choice) <= SHARED_MEMORY_BYTES)
+
+
 def _attend(
     view: Array, kv: KVCache, layer: int | Array, batch: AttentionBatch, work: Work, options: Options
 ) -> tuple[Array, Array]:
     """Output `[tiles * TILE, N, H]` and log-sum-exp `[N, tiles * TILE]`."""
     (_, N, H), num_rows = view.shape, work.tile.shape[0] * TILE
     block, stages = options.tiling.block, options.tiling.stages
-    pages = pages_type((stages, block, H), kv.k.dtype)
-    fetched = plgpu.Barrier(num_arrivals=block // min(block, kv.page_size), num_barriers=stages)
-    arrived = plgpu.Barrier(num_barriers=stages) if pages else fetched
-    # The next tile's queries are fetched ahead and outputs have a place of their own, if there is room
-    needed = (3 * TILE + 2 * stages * block) * 2 * H + (2 * stages * block * H if pages else 0)
-    ahead = 2 if needed <= SHARED_MEMORY_BYTES else 1
+    ahead, pages_ahead = _ahead(block, stages, H, kv.k.dtype == FP8)
+    pages = pages_type((pages_ahead, block, H), kv.k.dtype)
+    arrivals = block // min(block, kv.page_size)
+    fetched = plgpu.Barrier(num_arrivals=arrivals, num_barriers=pages_ahead) if pages else None
+    arrived = plgpu.Barrier(num_arrivals=1 if pages else arrivals, num_barriers=stages)
     scratch = [
         plgpu.SMEM((ahead, 2, ROWS, H), view.dtype, transforms=SWIZZLED),
         plgpu.SMEM((2, ROWS, H), view.dtype, transforms=SWIZZLED) if ahead > 1 else None,
@@ -93,8 +106,8 @@ def _attend(
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         pages,
         pages,
-        fetched if pages else None,
-        fetched if pages else None,
+        fetched,
+        fetched,
     ]
     if options.interpret:
         scratch.append(plgpu.SMEM((2, ROWS, block), view.dtype, transforms=SWIZZLED))
@@ -157,7 +170,7 @@ class _Cta:
     v_arrived: Any
     k_consumed: Any
     v_consumed: Any
-    k_pages_smem: Any  # [stages, block, H], as fetched, and its barriers [stages]; None unless pages are in float8
+    k_pages_smem: Any  # [blocks ahead, block, H], and barriers as many; None unless pages are in float8
     v_pages_smem: Any
     k_fetched: Any
     v_fetched: Any
@@ -245,37 +258,37 @@ class _Cta:
         lax.fori_loop(0, tile.count, step, None)
 
     def fetch_and_widen(self, tile: Tile, number: Array, num_blocks: Array) -> None:
-        """Fetches blocks, and turns each into operands of matmuls as many blocks later as there are stages."""
-        stages = self.options.tiling.stages
+        """Fetches blocks, and turns each into operands of matmuls some blocks later."""
+        stages, ahead = self.options.tiling.stages, self.k_pages_smem.shape[0]
 
         def step(i, _):
-            slot = lax.rem(num_blocks + i, stages)
+            page_slot, slot = lax.rem(num_blocks + i, ahead), lax.rem(num_blocks + i + (stages - ahead), stages)
             for source, pages_smem, fetched, target, arrived, consumed in (
                 (self.k_gmem, self.k_pages_smem, self.k_fetched, self.k_smem, self.k_arrived, self.k_consumed),
                 (self.v_gmem, self.v_pages_smem, self.v_fetched, self.v_smem, self.v_arrived, self.v_consumed),
             ):
-                pages = pages_smem.at[slot]
+                pages = pages_smem.at[page_slot]
 
-                @pl.when((i >= stages) & (num_blocks + i >= 2 * stages))
+                @pl.when((i >= ahead) & (num_blocks + i >= stages + ahead))
                 def _wait(consumed=consumed):
                     plgpu.barrier_wait(consumed.at[slot])
 
-                @pl.when(i >= stages)
+                @pl.when(i >= ahead)
                 def _widen(pages=pages, fetched=fetched, target=target, arrived=arrived):
-                    plgpu.barrier_wait(fetched.at[slot])
+                    plgpu.barrier_wait(fetched.at[page_slot])
                     widen(pages, target.at[slot])
                     plgpu.barrier_arrive(arrived.at[slot])
 
                 @pl.when(i < tile.count)
                 def _fetch(source=source, pages=pages, fetched=fetched):
-                    fetch_block(source.at[self.layer_gmem[0]], *self.where(tile, i), pages, fetched.at[slot])
+                    fetch_block(source.at[self.layer_gmem[0]], *self.where(tile, i), pages, fetched.at[page_slot])
 
             # Not before the tile's first blocks: the room for queries may be taken until the tile before is computed
-            @pl.when(i == stages - 1)
+            @pl.when(i == ahead - 1)
             def _fetch_queries():
                 self.fetch_queries(tile, number)
 
-        lax.fori_loop(0, tile.count + stages, step, None)
+        lax.fori_loop(0, tile.count + ahead, step, None)
 
     def fetch_queries(self, tile: Tile, number: Array) -> None:
         @pl.when(self.is_used(tile))
