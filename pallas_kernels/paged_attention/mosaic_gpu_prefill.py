@@ -25,7 +25,6 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     INTERPRETER,
     LOG2_E,
     ROWS,
-    SHARED_MEMORY_BYTES,
     SWIZZLED,
     Scoring,
     fetch_block,
@@ -38,7 +37,7 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     zeros,
 )
 from jaxserve.pallas_kernels.paged_attention.prefill_softmax import TileOfWarpgroup
-from jaxserve.pallas_kernels.paged_attention.prefill_work import TILE, UNIT, Options, Tile, Tiling, Work
+from jaxserve.pallas_kernels.paged_attention.prefill_work import TILE, UNIT, Options, Tile, Tiling, Work, rows_ahead
 from jaxserve.pallas_kernels.paged_attention.types import FP8, AttentionBatch, KVCache
 
 
@@ -67,27 +66,13 @@ def paged_attention(
     return jnp.where(real[:, None, None], out, jnp.zeros_like(out)), jnp.where(real[:, None], lse, -jnp.inf)
 
 
-def _ahead(block: int, stages: int, head_dim: int, is_fp8: bool) -> tuple[int, int]:
-    """Tiles whose queries are fetched ahead, of which two leave outputs a place of their own, and blocks that are
-    fetched in float8 before they are widened: as many as there is room for.
-    """
-    widths = 2 * (2 * stages * block) * head_dim
-
-    def needed(ahead: int, pages_ahead: int) -> int:
-        tiles, pages = 3 if ahead > 1 else 1, 2 * pages_ahead * block * head_dim if is_fp8 else 0
-        return 2 * tiles * TILE * head_dim + widths + pages
-
-    choices = [(2, stages), (1, stages), (1, 1)]
-    return next(choice for choice in choices if needed(*choice) <= SHARED_MEMORY_BYTES)
-
-
 def _attend(
     view: Array, kv: KVCache, layer: int | Array, batch: AttentionBatch, work: Work, options: Options
 ) -> tuple[Array, Array]:
     """Output `[tiles * TILE, N, H]` and log-sum-exp `[N, tiles * TILE]`."""
     (_, N, H), num_rows = view.shape, work.tile.shape[0] * TILE
     block, stages = options.tiling.block, options.tiling.stages
-    ahead, pages_ahead = _ahead(block, stages, H, kv.k.dtype == FP8)
+    ahead, pages_ahead = rows_ahead(block, stages, H, is_fp8=kv.k.dtype == FP8)
     pages = pages_type((pages_ahead, block, H), kv.k.dtype)
     arrivals = block // min(block, kv.page_size)
     fetched = plgpu.Barrier(num_arrivals=arrivals, num_barriers=pages_ahead) if pages else None
