@@ -7,7 +7,7 @@ were. The units of one tile of each sequence, sequence by sequence, then block, 
 equal length, whatever the sequences' lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). Each
 slice is cut for all tiles alike, one worker each: neighbours read the same pages at the same time, which lie together
 in memory. A worker is a pair of warpgroups: one fetches pages by TMA, a few units ahead and across the borders of
-tiles, the other computes.
+tiles, the other computes. Pages in float8 are widened in between, by the former: see `hopper.widen`.
 
 What a worker finds out about a tile is an output, normalised by itself, and the logarithm of its denominator. It writes
 them where those of the tile belong and, for a tile that it has not whole, into one of its own *parts*. A worker has at

@@ -4,7 +4,8 @@ How this works. The query tokens of each sequence are cut into *tiles*. A CUDA b
 tile and one query head after another, heavy ones first: half of the rows in each of two warpgroups, while a third
 fetches keys and values by TMA, from the last block that the tile sees to the first, and on into the next tile. A
 computing warpgroup starts the scores of the next block and the output of this one together, and works on the softmax of
-the former while the tensor cores finish the latter (FlashAttention-3, arXiv 2407.08608).
+the former while the tensor cores finish the latter (FlashAttention-3, arXiv 2407.08608). Pages in float8 are widened by
+the warpgroup that fetches them: see `hopper.widen`.
 
 TMA with a swizzle moves whole units of eight rows, so XLA gathers the queries into a view where each sequence begins at
 a multiple of that; and output tiles begin at multiples of their size, so that a store never touches the rows of another
