@@ -306,6 +306,24 @@ def test_mosaic_gpu_wants_queries_and_cache_of_one_dtype():
     assert "got float16 and bfloat16" in (mosaic_gpu.unsupported(q.astype(jnp.float16), kv, batch) or "")
 
 
+def test_mosaic_gpu_takes_pages_in_float8_with_scales_beside_queries_of_16_bits():
+    q, kv, batch = inputs(by_name["one_token"], jnp.bfloat16, FP8)
+    assert mosaic_gpu.unsupported(q, kv, batch) is None
+    assert mosaic_gpu.unsupported(q.astype(jnp.float16), kv, batch) is None
+    assert "got float32 and float8_e4m3fn" in (mosaic_gpu.unsupported(q.astype(jnp.float32), kv, batch) or "")
+    bare = dataclasses.replace(kv, k_scale=None, v_scale=None)
+    assert "the cache may be float8_e4m3fn with scales" in (mosaic_gpu.unsupported(q, bare, batch) or "")
+
+
+@need_interpreter
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_a_query_that_float16_cannot_hold_does_not_become_nan(implementation):
+    case = by_name["ragged_last_page"]
+    q, kv, batch = inputs(case, jnp.bfloat16, FP8)
+    out, _ = run(q.at[0, 0, 0].set(1e30), kv, batch, case.options, implementation)
+    assert np.isfinite(out).all()
+
+
 @pytest.mark.parametrize(
     ("platform", "capability", "expected"),
     [
