@@ -99,13 +99,15 @@ class Runner:
         cohort = plan.cohort
         if cohort is not None and shape.starts_above:
             arguments += (self._frontiers.pop(cohort),)
-        hidden, prefill_hidden, self.kv, self._sequences = forward(*arguments)
+        hidden, prefill_hidden, experts_read, self.kv, self._sequences = forward(*arguments)
+        if experts_read is not None:
+            experts_read.copy_to_host_async()
         if self._frontiers:
             self._frontiers = {other: rows for other, rows in self._frontiers.items() if other.live()}
         if cohort is not None and not plan.completes:
             self._frontiers[cohort] = prefill_hidden
         scored = self._score_prompts(plan, prefill_hidden)
-        return StepFuture(plan, shape, hidden, scored)
+        return StepFuture(plan, shape, hidden, scored, experts_read)
 
     def sample(self, future: StepFuture, slots: Sequence[int] = (), masks: np.ndarray | None = None) -> None:
         """Starts to draw the tokens of the step dispatched last, and returns without waiting for the device.
@@ -320,7 +322,7 @@ class Runner:
             frontier = self._hidden(t)
             arguments += (jnp.zeros(frontier.shape, frontier.dtype),)
         start = time.perf_counter()
-        hidden, _, self.kv, self._sequences = forward(*arguments)
+        hidden, _, _, self.kv, self._sequences = forward(*arguments)
         sampled, self._sequences, self._sampling = draw(self._head, hidden, rows, self._sequences, self._sampling)
         jax.block_until_ready(sampled.token_ids)
         return time.perf_counter() - start
@@ -344,6 +346,17 @@ class Runner:
     @property
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the weights of one expert of one layer; 0 for a dense model."""
+        config = self._model.config
+        if not config.num_experts:
+            return 0
+        layers = self._params["layers"]
+        layers = layers.values() if isinstance(layers, dict) else layers
+        experts = [(layer["gate_up"], layer["down"]) for layer in layers]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) // (config.num_layers * config.num_experts)
 
     @property
     def num_layers(self) -> int:

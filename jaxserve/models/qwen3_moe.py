@@ -65,8 +65,11 @@ def layer(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], att
     how = {"top_k": config.num_experts_per_tok, "normalize": config.norm_topk_prob, "act": config.act}
     how |= {"real": attend.real}
     if isinstance(p, StackedLayer):
-        return x + moe(h, p["router"], p.stack["gate_up"], p.stack["down"], layer=p.number, **how)
-    return x + moe(h, p["router"], p["gate_up"], p["down"], **how)
+        out, num_experts = moe(h, p["router"], p.stack["gate_up"], p.stack["down"], layer=p.number, **how)
+    else:
+        out, num_experts = moe(h, p["router"], p["gate_up"], p["down"], **how)
+    attend.count_experts(num_experts)
+    return x + out
 
 
 _EXPERT_NAME = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
