@@ -197,7 +197,7 @@ def compile_experts(num_tokens: int, struct: Callable[..., Any]) -> Any:
     args = {name: struct(shape, jnp.bfloat16) for name, shape in shapes.items()}
 
     def layer(args: dict[str, Any], layer: Any) -> Any:
-        return moe(**args, layer=layer, top_k=8, normalize=True, act="silu")
+        return moe(**args, layer=layer, top_k=8, normalize=True, act="silu")[0]
 
     return compile_for("cuda", layer, args, struct((), jnp.int32))
 
