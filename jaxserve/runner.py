@@ -299,7 +299,8 @@ class Runner:
     def time_steps(self) -> list[tuple[StepShape, float]]:
         """Seconds of a step in each program of `shapes`, sampling included; before the first request.
 
-        Decode rows are padding, which reads no keys and values; prompts are made up and belong to the dummy slot.
+        Decode rows are padding, which reads no keys and values and picks no experts; prompts are made up and belong to
+        the dummy slot.
         """
         rng, found = np.random.default_rng(0), []
         for shape in self.shapes:
@@ -322,6 +323,10 @@ class Runner:
                 seconds.append(time.perf_counter() - start)
             found.append((shape, min(seconds)))
         return found
+
+    def wait_for_programs(self) -> None:
+        """Returns when all programs that steps asked for are ready. Before that, larger ones may stand in for them."""
+        concurrent.futures.wait([job for table in self._tables for job in table.requested])
 
     @property
     def num_stalls(self) -> int:
