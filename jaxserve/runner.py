@@ -99,13 +99,15 @@ class Runner:
         cohort = plan.cohort
         if cohort is not None and shape.starts_above:
             arguments += (self._frontiers.pop(cohort),)
-        hidden, prefill_hidden, self.kv, self._sequences = forward(*arguments)
+        hidden, prefill_hidden, experts_read, self.kv, self._sequences = forward(*arguments)
+        if experts_read is not None:
+            experts_read.copy_to_host_async()
         if self._frontiers:
             self._frontiers = {other: rows for other, rows in self._frontiers.items() if other.live()}
         if cohort is not None and not plan.completes:
             self._frontiers[cohort] = prefill_hidden
         scored = self._score_prompts(plan, prefill_hidden)
-        return StepFuture(plan, shape, hidden, scored)
+        return StepFuture(plan, shape, hidden, scored, experts_read)
 
     def sample(self, future: StepFuture, slots: Sequence[int] = (), masks: np.ndarray | None = None) -> None:
         """Starts to draw the tokens of the step dispatched last, and returns without waiting for the device.
@@ -305,7 +307,8 @@ class Runner:
     def _try(self, shape: StepShape) -> float:
         """Seconds of a step in this program, sampling included; before the first request.
 
-        Decode rows are padding, which reads no keys and values; prompts are made up and belong to the dummy slot.
+        Decode rows are padding, which reads no keys and values and picks no experts; prompts are made up and belong to
+        the dummy slot.
         """
         ints = np.full(shape.num_ints, self._dummy, np.int32)
         b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
@@ -320,10 +323,14 @@ class Runner:
             frontier = self._hidden(t)
             arguments += (jnp.zeros(frontier.shape, frontier.dtype),)
         start = time.perf_counter()
-        hidden, _, self.kv, self._sequences = forward(*arguments)
+        hidden, _, _, self.kv, self._sequences = forward(*arguments)
         sampled, self._sequences, self._sampling = draw(self._head, hidden, rows, self._sequences, self._sampling)
         jax.block_until_ready(sampled.token_ids)
         return time.perf_counter() - start
+
+    def wait_for_programs(self) -> None:
+        """Returns when all programs that steps asked for are ready. Before that, larger ones may stand in for them."""
+        concurrent.futures.wait([job for table in self._tables for job in table.requested])
 
     @property
     def num_stalls(self) -> int:
@@ -344,6 +351,17 @@ class Runner:
     @property
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the weights of one expert of one layer; 0 for a dense model."""
+        config = self._model.config
+        if not config.num_experts:
+            return 0
+        layers = self._params["layers"]
+        layers = layers.values() if isinstance(layers, dict) else layers
+        experts = [(layer["gate_up"], layer["down"]) for layer in layers]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) // (config.num_layers * config.num_experts)
 
     @property
     def num_layers(self) -> int:

@@ -45,8 +45,10 @@ def moe(
     act: Act,
     layer: int | Int[Array, ""] | None = None,
     real: Bool[Array, " T"] | None = None,
-) -> Float[Array, "T D"]:
+) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of weight_e * mlp(x, gate_up[e], down[e])`, summed in float32.
+
+    The second result is how many experts were picked.
 
     Args:
         router: [E, D]. gate_up: [E, 2F, D]. down: [E, D, F].
@@ -68,7 +70,7 @@ def moe(
     counts = jnp.bincount(experts.reshape(-1), length=router.shape[0])
     y = _expert_mlps(x[order // top_k], counts, gate_up, down, layer, act)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*experts.shape, -1)
-    return grouped_matmul.combine(y, weights, axis=1).astype(x.dtype)
+    return grouped_matmul.combine(y, weights, axis=1).astype(x.dtype), jnp.sum(counts > 0, dtype=jnp.int32)
 
 
 def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:

@@ -21,11 +21,12 @@ def fused_moe(
     normalize: bool,
     real: Bool[Array, " T"] | None = None,
     act: str = "silu",
-) -> Float[Array, "T D"]:
+) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of p_e * down_e (silu(gate_e x) * (up_e x))`, summed in float32 by choice.
 
     A token's experts are those of its `top_k` largest logits, and `p` the softmax of all its logits; with `normalize`,
-    divided by the sum over these experts. Only experts that a token picks are read, in place.
+    divided by the sum over these experts. Only experts that a token picks are read, in place; how many these are is
+    the second result.
 
     Args:
         logits: float32, of the router.

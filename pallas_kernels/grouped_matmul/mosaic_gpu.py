@@ -44,7 +44,7 @@ def fused_moe(
     normalize: bool,
     real: Array | None = None,
     interpret: bool = False,
-) -> Array:
+) -> tuple[Array, Array]:
     """See the package's `fused_moe`."""
     (T, D), (_, E, _, F) = x.shape, down.shape
     up, across = tilings(T, top_k, E, D, F)
@@ -60,7 +60,7 @@ def fused_moe(
         rows, places, weights = permute(x, picks, weights, first_row, num_rows, interpret=interpret)
     rows = grouped_matmul(rows, gate_up, layer, work, up, gated=True, following=(down, across), interpret=interpret)
     rows = grouped_matmul(rows, down, layer, work, across, gated=False, interpret=interpret)
-    return combine(rows[places], weights, axis=0).astype(x.dtype)
+    return combine(rows[places], weights, axis=0).astype(x.dtype), work.num_experts
 
 
 def by_kernel(num_experts: int, top_k: int) -> bool:

@@ -79,7 +79,7 @@ def route_and_permute(
         interpret=INTERPRETER if interpret else None,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(x, logits, by_block(real), gate_up.reshape(-1, *gate_up.shape[2:]), jnp.asarray(layer, jnp.int32).reshape(1))
-    work = Work(expert=expert, row=row, num_rows=counts, num_tiles=num_tiles)
+    work = Work(expert=expert, row=row, num_rows=counts, num_tiles=num_tiles, num_experts=num_tiles[0])
     return rows, work, places[:, :T], weights[:, :T]
 
 

@@ -34,6 +34,7 @@ class Work:
     row: Array  # i32 [tiles], the first row, in units
     num_rows: Array  # i32 [tiles]
     num_tiles: Array  # i32 [1 or more], those in use; fields of others hold anything
+    num_experts: Array  # i32 [], that have rows
 
 
 def max_rows(num_pairs: int, num_experts: int) -> int:
@@ -69,6 +70,7 @@ def plan(picks: Picks, num_pairs: int, tile_rows: int) -> tuple[Work, Array]:
         row=(unit_ends - units)[of_tile] + lax.div(before, UNIT),
         num_rows=jnp.minimum(counts[of_tile] - before, tile_rows),
         num_tiles=tile_ends[-1:],
+        num_experts=jnp.sum(counts > 0, dtype=jnp.int32),
     )
     return work, UNIT * (unit_ends - units)[None] + earlier
 

@@ -71,9 +71,14 @@ def paged_attention(
     work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window)
     is_prefill = isinstance(work, prefill_work.Work)
     kernel, tiling = (prefill, prefill_tiling(kv)) if is_prefill else (decode, decode_tiling(kv))
-    operand = q if kv.k.dtype == q.dtype else jnp.clip(q, -MAX_WIDE, MAX_WIDE).astype(WIDE)
+    operand = q if kv.k.dtype == q.dtype else _as_wide(q)
     out, lse = kernel.paged_attention(operand, kv, layer, batch, scoring, tiling, work, interpret=interpret)
     return out.astype(q.dtype), lse
+
+
+def _as_wide(q: Array) -> Array:
+    """Queries beside pages in float8; the largest for what `WIDE` cannot hold."""
+    return jnp.clip(q.astype(jnp.float32), -MAX_WIDE, MAX_WIDE).astype(WIDE)
 
 
 def decode_tiling(kv: KVCache) -> decode_work.Tiling:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.layers.decoder import forward
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, init_kv_cache
 from jaxserve.models import Model, get_model
 
@@ -27,6 +28,15 @@ GEMMA = LLAMA | {  # two kinds of layers, in a pattern that the layer count cuts
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+MOE = LLAMA | {  # a token picks one expert
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
 }
 
 
@@ -67,3 +77,12 @@ def step(decode: list[tuple[int, int]], prefill: list[tuple[int, list[int]]], ta
         prefill=regions[1] if prefill else None,
     )
     return jax.tree.map(jnp.asarray, batch)
+
+
+def rows_and_cache(model: Model, params: dict):
+    """`forward` without its count of experts."""
+
+    def run(*args, **options):
+        return forward(model, params, *args, **options)[:2]
+
+    return run

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from steps import GEMMA, LLAMA, make, page_table, step
+from steps import GEMMA, LLAMA, make, page_table, rows_and_cache, step
 
-from jaxserve.layers.decoder import forward
 from jaxserve.layers.kv_cache import init_kv_cache, write_kv
 from jaxserve.models import get_model
 from jaxserve.pallas_kernels.paged_attention.types import FP8
@@ -75,6 +74,7 @@ def test_what_fp8_cannot_hold_is_written_as_the_largest(dtype):
 
 def test_a_step_over_an_fp8_cache_is_near_one_over_a_wide_cache_and_scales_are_used_for_both_ways():
     model, params, wide = make(LLAMA)
+    run = rows_and_cache(model, params)
     fp8 = init_kv_cache(model.config, num_pages=33, page_size=4, dtype=FP8)["full"]
     fp8 = dataclasses.replace(fp8, k=jnp.full_like(fp8.k, jnp.nan), v=jnp.full_like(fp8.v, jnp.nan))
     some, table = 0.25 * (1 + jnp.arange(10.0).reshape(5, 2)), page_table(2)
@@ -82,8 +82,8 @@ def test_a_step_over_an_fp8_cache_is_near_one_over_a_wide_cache_and_scales_are_u
     decode = step([(1, 11), (2, 4)], [], table)
 
     def hidden(kv):
-        _, kv = forward(model, params, kv, prefill)
-        return np.asarray(forward(model, params, kv, decode)[0])
+        _, kv = run(kv, prefill)
+        return np.asarray(run(kv, decode)[0])
 
     def distance(kv):
         return np.abs(hidden({"full": kv}) - expected).max()
