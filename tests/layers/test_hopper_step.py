@@ -24,8 +24,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("hf", "kv_dtype"),
-    [(LLAMA | SIZES, jnp.bfloat16), (GEMMA | SIZES, jnp.bfloat16), (LLAMA | SIZES, FP8)],
-    ids=["one_kind", "two_kinds", "fp8"],
+    [
+        pytest.param(LLAMA | SIZES, jnp.bfloat16, id="one_kind"),
+        pytest.param(GEMMA | SIZES, jnp.bfloat16, id="two_kinds"),
+        pytest.param(LLAMA | SIZES, FP8, id="fp8", marks=pytest.mark.full),
+    ],
 )
 def test_the_kernels_give_what_xla_gives(hf, kv_dtype, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 2)

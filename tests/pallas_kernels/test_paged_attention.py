@@ -36,7 +36,7 @@ FAST_CASES = (
     "prefill_chunks",
     "prefill_rows_in_place_padded",
 )
-FAST_FP8_CASES = ("decode_window", "decode_page_64", "decode_tiles_of_five_and_two_parts", "prefill_chunks")
+FAST_FP8_CASES = ("decode_page_64", "decode_tiles_of_five_and_two_parts", "prefill_chunks")
 FAST_WRONG = (("ragged_last_page", "sees_one_less"), ("prefill_padded", "neighbours_page"))
 
 need_interpreter = pytest.mark.skipif(
@@ -87,8 +87,9 @@ def all_cases():
     for case in CASES:
         yield pytest.param("xla", case, jnp.float32, None, id=f"xla-{case.name}-f32")
         yield pytest.param("xla", case, jnp.bfloat16, None, id=f"xla-{case.name}-bf16")
-        yield pytest.param("xla", case, jnp.bfloat16, FP8, id=f"xla-{case.name}-fp8")
         fast = case.name in FAST_CASES
+        marks = [] if fast else [pytest.mark.full]
+        yield pytest.param("xla", case, jnp.bfloat16, FP8, id=f"xla-{case.name}-fp8", marks=marks)
         yield mosaic("mosaic_gpu", case, jnp.bfloat16, None, fast=fast, name=f"mosaic_gpu-{case.name}-bf16")
         fast = case.name in FAST_FP8_CASES
         yield mosaic("mosaic_gpu", case, jnp.bfloat16, FP8, fast=fast, name=f"mosaic_gpu-{case.name}-fp8")
