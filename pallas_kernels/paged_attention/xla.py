@@ -110,9 +110,11 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     W, K, Q, G, H = q.shape
     block = kv_block(W, Q, reader.kv.page_size)
     first, num_blocks = _visible_blocks(positions, reader.sliding_window, block)
-    dtype = matmul_dtype(Q * G, reader.kv.k.dtype)
+    dtype = matmul_dtype(Q * G, q.dtype)
     kv_lens = reader.batch.kv_lens[sequences]
-    q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * reader.scale).astype(dtype)
+    scales = reader.kv.layer_scales(reader.layer)
+    k_scale, v_scale = (1.0, 1.0) if scales is None else (scale[None, :, None, None] for scale in scales)
+    q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * (reader.scale * k_scale)).astype(dtype)
     row_position = jnp.repeat(positions, G, axis=1)[:, None, :, None]  # [W, 1, Q * G, 1]
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -141,7 +143,7 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     zero = jnp.zeros(q.shape[:-1], jnp.float32)
     acc, top, total = jax.lax.fori_loop(0, num_blocks, body, (jnp.zeros(q.shape, jnp.float32), zero + NOTHING, zero))
     empty = top == NOTHING
-    out = jnp.where(empty[..., None], 0.0, acc / jnp.where(empty, 1.0, total)[..., None])
+    out = jnp.where(empty[..., None], 0.0, v_scale * acc / jnp.where(empty, 1.0, total)[..., None])
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
     return out.reshape(W, K, Q, G, H), lse.reshape(W, K, Q, G)
 
