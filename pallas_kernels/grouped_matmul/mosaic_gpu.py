@@ -49,11 +49,10 @@ def fused_moe(
     (T, D), (_, E, _, F) = x.shape, down.shape
     up, across = tilings(T, top_k, E, D, F)
     real = jnp.ones(T, bool) if real is None else real
-    how = {"normalize": normalize, "interpret": interpret}
-    if by_kernel(E, top_k) and T <= ROWS:
+    how, by_kernels = {"normalize": normalize, "interpret": interpret}, by_kernel(E, top_k)
+    if by_kernels and T <= ROWS:
         rows, work, places, weights = route_and_permute(x, logits, real, gate_up, layer, top_k, up, **how)
     else:
-        by_kernels = by_kernel(E, top_k)
         picks, weights = choose(logits, real, top_k, **how) if by_kernels else route(logits, real, top_k, normalize)
         work, first_row = plan(picks, T * top_k, up.tile_rows)
         num_rows = max_rows(T * top_k, E)
