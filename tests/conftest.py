@@ -2,6 +2,7 @@
 
 import signal
 
+import interpreted_wgmma  # noqa: F401
 import jax
 from jaxtyping import install_import_hook
 

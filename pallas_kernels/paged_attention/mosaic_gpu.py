@@ -46,7 +46,9 @@ def plan(
     """What the kernels need to know of a region, whatever the layer."""
     if batch.cu_q_lens is not None:
         return prefill_work.plan(batch, num_rows)
-    return decode_work.plan(batch, (num_heads, kv.k.shape[3]), sliding_window, decode_tiling(kv))
+    return decode_work.plan(
+        batch, (num_heads, kv.k.shape[3]), sliding_window, decode_tiling(kv, num_heads, batch.max_q_len)
+    )
 
 
 def paged_attention(
@@ -69,8 +71,9 @@ def paged_attention(
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
     scoring = Scoring(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window)
-    is_prefill = isinstance(work, prefill_work.Work)
-    kernel, tiling = (prefill, prefill_tiling(kv)) if is_prefill else (decode, decode_tiling(kv))
+    kernel, tiling = (prefill, prefill_tiling(kv))
+    if isinstance(work, decode_work.Work):
+        kernel, tiling = (decode, decode_tiling(kv, q.shape[1], batch.max_q_len))
     operand = q if kv.k.dtype == q.dtype else _as_wide(q)
     out, lse = kernel.paged_attention(operand, kv, layer, batch, scoring, tiling, work, interpret=interpret)
     return out.astype(q.dtype), lse
@@ -81,8 +84,14 @@ def _as_wide(q: Array) -> Array:
     return jnp.clip(q.astype(jnp.float32), -MAX_WIDE, MAX_WIDE).astype(WIDE)
 
 
-def decode_tiling(kv: KVCache) -> decode_work.Tiling:
-    return decode_work.Tiling(**tuned("decode", kv.k.shape[4], kv.k.dtype.itemsize), blocks=num_multiprocessors())
+def decode_tiling(kv: KVCache, num_heads: int, q_len: int) -> decode_work.Tiling:
+    """Fewer units ahead than in `tuned` where a tile has so many rows that they do not fit beside it."""
+    *_, K, H = kv.k.shape
+    itemsize, rows = kv.k.dtype.itemsize, decode_work.rows_of_tile(num_heads, K, q_len)
+    chosen = tuned("decode", H, itemsize)
+    while shared_bytes("decode", H, **chosen, itemsize=itemsize, rows=rows) > SHARED_MEMORY_BYTES:
+        chosen = chosen | {"stages": chosen["stages"] - 1}
+    return decode_work.Tiling(**chosen, blocks=num_multiprocessors())
 
 
 def prefill_tiling(kv: KVCache) -> prefill_work.Tiling:
@@ -103,8 +112,9 @@ def tuned(kernel: str, head_dim: int, itemsize: int = 2) -> dict[str, int]:
 
 
 def computed(kernel: str, head_dim: int, itemsize: int = 2) -> dict[str, int]:
-    """Decode: two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then
-    fit. Prefill: the largest block whose scores and output share the registers of a warpgroup, and the next one ahead.
+    """Decode: two workers a multiprocessor, or one where two would have less than two units ahead, and the units that
+    then fit. Prefill: the largest block whose scores and output share the registers of a warpgroup, and the next one
+    ahead.
     """
     if kernel == "prefill":
         return {"block": 128 if head_dim <= 128 else 64, "stages": 2}
@@ -113,13 +123,19 @@ def computed(kernel: str, head_dim: int, itemsize: int = 2) -> dict[str, int]:
     return [choice for choice, size in zip(choices, sizes, strict=True) if size <= SHARED_MEMORY_BYTES][-1]
 
 
-def shared_bytes(kernel: str, head_dim: int, *, block: int, stages: int, pairs: int = 1, itemsize: int = 2) -> int:
-    """Of a CUDA block: for each worker its queries, and `stages` times a block of keys and one of values, and the same
-    again in float8 if they are fetched so.
+def shared_bytes(
+    kernel: str, head_dim: int, *, block: int, stages: int, pairs: int = 1, itemsize: int = 2, rows: int = 8
+) -> int:
+    """Of a CUDA block: for each worker `stages` times a block of keys and one of values, and its queries; decoding
+    `rows` at once also their scores, weights and three values each, and the block of values that those in float8 become;
+    prefill all blocks that those in float8 become.
     """
-    rows = ROWS if kernel == "decode" else prefill_work.TILE
-    position_bytes = 2 if itemsize == 2 else 2 + itemsize
-    return pairs * (rows * 2 + stages * 2 * block * position_bytes) * head_dim
+    blocks = stages * 2 * block * itemsize * head_dim
+    if kernel == "prefill":
+        wide = 0 if itemsize == 2 else stages * 2 * block * 2 * head_dim
+        return prefill_work.TILE * 2 * head_dim + blocks + wide
+    wide = 0 if itemsize == 2 else block * 2 * head_dim
+    return pairs * (blocks + wide + rows * (2 * head_dim + (4 + 2) * block + 3 * 4))
 
 
 def num_multiprocessors() -> int:
