@@ -17,11 +17,11 @@ def of_registers(*, token, mesh_location, thread, a, b, b_transforms, acc, acc_t
         key = callbacks.HostAllocationKey.from_array(key)
         return key, memory.access(key, jax.tree.map(int, callbacks._remove_noop_transforms(transforms)))
 
-    b_content, total = (
-        memory.get_buffer_content(*access(*operand), thread, logging_info=info)[0]
+    right, total = (
+        np.asarray(memory.get_buffer_content(*access(*operand), thread, logging_info=info)[0])
         for operand in ((b, b_transforms), (acc, acc_transforms))
     )
-    result = total + np.matmul(a, b_content, dtype=total.dtype)
+    result = total + np.matmul(a, right, dtype=total.dtype)
     memory.store_buffer_content(*access(acc, acc_transforms), result, thread, logging_info=info)
     return token
 

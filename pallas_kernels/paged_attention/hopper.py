@@ -88,8 +88,7 @@ def widen(pages_smem: Any, wide_smem: Any) -> None:
 
     def some_rows(i: Array, _) -> None:
         some = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
-        # A layout whose threads hold four values side by side, for loads of 32 bits and stores of 64
-        pages = plgpu.load(pages_smem.at[some], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        pages = plgpu.load(pages_smem.at[some], layout=plgpu.Layout.WGMMA)
         wide_smem[some] = pages.astype(WIDE)
 
     lax.fori_loop(0, pages_smem.shape[0] // ROWS, some_rows, None)

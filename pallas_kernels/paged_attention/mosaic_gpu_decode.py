@@ -1,13 +1,14 @@
 """Paged attention of decode rows on NVIDIA Hopper.
 
-How this works. The keys and values of one sequence, one KV head and `block` positions are a *unit* of work. The query
-heads that share a KV head are the first rows of the same matmuls, which have rows to spare; those of several KV heads
-are the rows of one *tile* if together they are eight, and each unit of it leaves the rows of the other KV heads as they
-were. The units of one tile of each sequence, sequence by sequence, then block, then head, are cut into *slices* of
-equal length, whatever the sequences' lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). Each
-slice is cut for all tiles alike, one worker each: neighbours read the same pages at the same time, which lie together
-in memory. A worker is a pair of warpgroups: one fetches pages by TMA, a few units ahead and across the borders of
-tiles, the other computes. Pages in float8 are widened in between, by the former: see `hopper.widen`.
+How this works. The keys and values of one sequence, one KV head and `block` positions are a *unit* of work. Positions
+and head_dim are the rows of its matmuls, of which there are 64 at least. The query heads that share a KV head are the
+columns, of which eight do: so a softmax over few heads costs little. The heads of several KV heads are the columns of
+one *tile* if together they are eight, and each unit of it leaves those of the other KV heads as they were. The units of
+one tile of each sequence, sequence by sequence, then block, then head, are cut into *slices* of equal length, whatever
+the sequences' lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). Each slice is cut for all
+tiles alike, one worker each: neighbours read the same pages at the same time, which lie together in memory. A worker is
+a pair of warpgroups: one fetches pages by TMA, a few units ahead and across the borders of tiles, the other computes.
+It widens pages in float8: keys into registers, values into shared memory, whence the matmuls take them.
 
 What a worker finds out about a tile is an output, normalised by itself, and the logarithm of its denominator. It writes
 them where those of the tile belong and, for a tile that it has not whole, into one of its own *parts*. A worker has at
@@ -122,6 +123,7 @@ def _attend(
         thread_name="warpgroup",
         kernel_name="paged_attention_decode",
         interpret=INTERPRETER if interpret else None,
+        # The worker has the barriers that it needs: see there
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(
         tiles,
@@ -180,61 +182,64 @@ def _attend_kernel(
 ):
     pairs, stages = options.tiling.pairs, options.tiling.stages
     warpgroup = lax.axis_index("warpgroup")
-    pair = lax.rem(warpgroup, pairs)
-    worker = lax.axis_index("block") * pairs + pair
-    number = jnp.minimum(lax.div(worker, options.num_tiles), options.slices - 1)
-    works = worker < options.slices * options.num_tiles  # a few may be left over
-    self = Worker(
-        q_gmem=q_gmem,
-        k_gmem=k_gmem,
-        v_gmem=v_gmem,
-        k_scale_gmem=k_scale_gmem,
-        v_scale_gmem=v_scale_gmem,
-        table_gmem=table_gmem,
-        lens_gmem=lens_gmem,
-        layer_gmem=layer_gmem,
-        out_gmem=out_gmem,
-        lse_gmem=lse_gmem,
-        parts_gmem=parts_gmem,
-        part_lse_gmem=part_lse_gmem,
-        q_smem=q_smem.at[pair],
-        k_smem=k_smem.at[pair],
-        v_smem=v_smem.at[pair],
-        scores_smem=scores_smem.at[pair],
-        weights_smem=weights_smem.at[pair],
-        decay_smem=decay_smem.at[pair],
-        inverse_smem=inverse_smem.at[pair],
-        lse_smem=lse_smem.at[pair],
-        wide_smem=None if wide_smem is None else wide_smem.at[pair],
-        q_arrived=q_arrived.at[pair],
-        k_arrived=lambda slot: k_arrived.at[pair * stages + slot],
-        v_arrived=lambda slot: v_arrived.at[pair * stages + slot],
-        consumed=lambda slot: consumed.at[pair * stages + slot],
-        worker=worker,
-        tile=lax.rem(worker, options.num_tiles),
-        count=jnp.where(works, start_gmem[number + 1] - start_gmem[number], 0),
-        begin=Unit(
-            sequence=sequence_gmem[number],
-            head=head_gmem[number],
-            at=at_gmem[number],
-            kv_len=kv_len_gmem[number],
-            first=first_gmem[number],
-            last=last_gmem[number],
-        ),
-        options=options,
-    )
 
-    fetching = 24  # registers
+    def this() -> Worker:
+        """This worker. Either warpgroup reads its scalars by itself: before they part, they have few registers."""
+        pair = lax.rem(warpgroup, pairs)
+        worker = lax.axis_index("block") * pairs + pair
+        number = jnp.minimum(lax.div(worker, options.num_tiles), options.slices - 1)
+        works = worker < options.slices * options.num_tiles  # a few may be left over
+        return Worker(
+            q_gmem=q_gmem,
+            k_gmem=k_gmem,
+            v_gmem=v_gmem,
+            k_scale_gmem=k_scale_gmem,
+            v_scale_gmem=v_scale_gmem,
+            table_gmem=table_gmem,
+            lens_gmem=lens_gmem,
+            layer_gmem=layer_gmem,
+            out_gmem=out_gmem,
+            lse_gmem=lse_gmem,
+            parts_gmem=parts_gmem,
+            part_lse_gmem=part_lse_gmem,
+            q_smem=q_smem.at[pair],
+            k_smem=k_smem.at[pair],
+            v_smem=v_smem.at[pair],
+            scores_smem=scores_smem.at[pair],
+            weights_smem=weights_smem.at[pair],
+            decay_smem=decay_smem.at[pair],
+            inverse_smem=inverse_smem.at[pair],
+            lse_smem=lse_smem.at[pair],
+            wide_smem=None if wide_smem is None else wide_smem.at[pair],
+            q_arrived=q_arrived.at[pair],
+            k_arrived=lambda slot: k_arrived.at[pair * stages + slot],
+            v_arrived=lambda slot: v_arrived.at[pair * stages + slot],
+            consumed=lambda slot: consumed.at[pair * stages + slot],
+            worker=worker,
+            tile=lax.rem(worker, options.num_tiles),
+            count=jnp.where(works, start_gmem[number + 1] - start_gmem[number], 0),
+            begin=Unit(
+                sequence=sequence_gmem[number],
+                head=head_gmem[number],
+                at=at_gmem[number],
+                kv_len=kv_len_gmem[number],
+                first=first_gmem[number],
+                last=last_gmem[number],
+            ),
+            options=options,
+        )
+
+    fetching = 32  # registers
     computing = 2 * (REGISTERS // (2 * pairs * 128) // 8 * 8) - fetching
 
     @pl.when(warpgroup >= pairs)
     def _fetch():
         if pairs > 1:
             plgpu.set_max_registers(fetching, action="decrease")
-        self.fetch()
+        this().fetch()
 
     @pl.when(warpgroup < pairs)
     def _compute():
         if pairs > 1:
             plgpu.set_max_registers(computing, action="increase")
-        self.compute()
+        this().compute()

@@ -115,7 +115,9 @@ class Worker:
 
         lax.fori_loop(0, self.count, step, (self.begin, self.pages_of(self.begin)))
 
-    # The warpgroup that computes
+    # The warpgroup that computes. Its four warps meet at each `commit_smem`, twice a unit, and nowhere else: behind the
+    # first all have the scores of this unit and are done with the matmuls of the one before, behind the second all have
+    # written what the next matmul reads. What one thread reads and another writes has one of them in between.
 
     def compute(self) -> None:
         @pl.when(self.count > 0)
@@ -126,10 +128,10 @@ class Worker:
         plgpu.wait_smem_to_gmem(0)
 
     def fresh(self) -> tuple[Array, Array, Array]:
-        """Outputs `[H, rows]`, maxima `[rows]` and totals `[rows, block]` before the first unit of a tile."""
+        """Outputs `[H, rows]`, maxima and totals `[rows]` before the first unit of a tile."""
         rows, H = self.q_smem.shape
-        out = zeros((H, rows), plgpu.Layout.WGMMA)
-        return out, zeros((rows,), ACROSS.reduce(1)) + LEAST, zeros((rows, self.block), ACROSS)
+        none = zeros((rows,), ACROSS.reduce(1))
+        return zeros((H, rows), plgpu.Layout.WGMMA), none + LEAST, none
 
     def fetch_queries(self, unit: Unit) -> None:
         plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, self.tile], self.q_smem, self.q_arrived)
@@ -162,12 +164,12 @@ class Worker:
         maximum = jnp.maximum(before, self.own_rows(unit, largest, LEAST))
         decay = jnp.exp2(before - maximum)
         weights = jnp.exp2(scores * to_log2 - over(self.own_rows(unit, maximum, jnp.inf), scores))
-        total = total * over(decay, total) + weights
+        total = total * decay + weights.sum(axis=1)
         out = self.add_values(unit, slot, out, weights, decay)
 
         @pl.when(ends)
         def _():
-            self.store(unit, slot, num_before <= i, completes, out, maximum, total.sum(axis=1))
+            self.store(unit, slot, num_before <= i, completes, out, maximum, total)
 
         plgpu.barrier_arrive(self.consumed(slot))
         return out, maximum, total, after
@@ -191,6 +193,7 @@ class Worker:
             plgpu.wgmma(ref, self.keys(slot), self.q_smem.T)
             return ref[...]
 
+        # By way of shared memory each warp gets whole rows, which are spread over all four here
         by_position = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((self.block, self.q_smem.shape[0])))
         store_transposed(by_position, self.scores_smem)
         plgpu.commit_smem()
@@ -203,17 +206,17 @@ class Worker:
         return lax.cond(partial, self.masked, lambda scores, unit: scores, scores, unit), to_log2
 
     def keys(self, slot: Array) -> Any:
-        """An operand of matmuls: in registers, if pages are in float8."""
+        """A left operand, `[block, H]`: in registers, if pages are in float8."""
         keys = self.k_smem.at[slot]
         if self.wide_smem is None:
             return keys
-        wide = plgpu.load(keys, layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(self.q_smem.dtype)
-        return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+        return plgpu.load(keys, layout=plgpu.Layout.WGMMA).astype(self.q_smem.dtype)
 
     def values(self, slot: Array) -> Any:
         return self.v_smem.at[slot] if self.wide_smem is None else self.wide_smem
 
     def prepare_values(self, unit: Unit, slot: Array) -> None:
+        """Makes them an operand, `[block, H]`; the threads have to meet before it is used."""
         plgpu.barrier_wait(self.v_arrived(slot))
         if self.wide_smem is not None:
             widen(self.v_smem.at[slot], self.wide_smem)
@@ -241,7 +244,7 @@ class Worker:
 
         def product(ref):
             plgpu.wgmma(ref, self.values(slot).T, self.weights_smem.T)
-            decayed = out * down(self.decay_smem, out)
+            decayed = out * down(self.decay_smem, out)  # before the matmul ends
             return decayed + ref[...]
 
         return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(out.shape))
