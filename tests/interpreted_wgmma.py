@@ -2,27 +2,28 @@
 
 import jax
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks, shared_memory
 
 of_memory = callbacks.wgmma
 
 
 @callbacks.fail_on_exception
 def of_registers(*, token, mesh_location, thread, a, b, b_transforms, acc, acc_transforms, source_info):
-
     memory = callbacks._get_shared_memory()
-    info = callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
+    info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
 
     def access(key, transforms):
-        key = callbacks.HostAllocationKey.from_array(key)
+        key = shared_memory.HostAllocationKey.from_array(key)
         return key, memory.access(key, jax.tree.map(int, callbacks._remove_noop_transforms(transforms)))
 
-    right, total = (
-        np.asarray(memory.get_buffer_content(*access(*operand), thread, logging_info=info)[0])
-        for operand in ((b, b_transforms), (acc, acc_transforms))
-    )
-    result = total + np.matmul(a, right, dtype=total.dtype)
-    memory.store_buffer_content(*access(acc, acc_transforms), result, thread, logging_info=info)
+    def content(key, transforms):
+        key, some = access(key, transforms)
+        return np.asarray(memory.get_buffer_content(key, some, thread, logging_info=info)[0])
+
+    before = content(acc, acc_transforms)
+    after = before + np.matmul(a, content(b, b_transforms), dtype=before.dtype)
+    key, some = access(acc, acc_transforms)
+    memory.store_buffer_content(key, some, after, thread, logging_info=info)
     return token
 
 

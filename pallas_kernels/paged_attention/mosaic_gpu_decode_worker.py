@@ -247,7 +247,7 @@ class Worker:
             decayed = out * down(self.decay_smem, out)  # before the matmul ends
             return decayed + ref[...]
 
-        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(out.shape))
+        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(self.q_smem.shape[::-1]))
 
     def v_scales(self, like: Array) -> Any:
         """The scale of the values of each row's KV head."""
