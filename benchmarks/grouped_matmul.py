@@ -59,7 +59,7 @@ def run_layers(x: Array, p: dict[str, Array], layers: Array, *, count: bool) -> 
             picked = jnp.zeros(E, bool).at[route(x, router, TOP_K, normalize=True)[1].reshape(-1)].set(True)
             num_experts += jnp.sum(picked, dtype=jnp.int32)
         how = {"top_k": TOP_K, "normalize": True, "act": "silu", "layer": layer}
-        return x + moe(x, router, p["gate_up"], p["down"], **how), num_experts
+        return x + moe(x, router, p["gate_up"], p["down"], **how)[0], num_experts
 
     return jax.lax.fori_loop(0, CALLS, body, (x, jnp.int32(0)), unroll=8)
 

@@ -55,6 +55,7 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         self._metrics = EngineMetrics()
         self._recorder = StepRecorder(runner.num_layers)
+        self._expert_bytes = runner.expert_bytes
         self._cause_of_death: str | None = None
 
     @classmethod
@@ -210,19 +211,21 @@ class EngineCore:
             if len(self._in_flight) <= down_to:
                 break
             result = future.result()
+            expert_bytes = self._expert_bytes * future.num_experts_read()
             self._collect_prompt_logprobs(future)
             del self._in_flight[0]
             now = time.monotonic()
             updates = self.scheduler.commit(future.plan, result, now)
-            self._record(future.plan, sum(len(update.new_token_ids) for update in updates), now)
+            self._record(future.plan, sum(len(update.new_token_ids) for update in updates), expert_bytes, now)
             outputs += [self._output(update) for update in updates]
             if self._grammars:
                 outputs += self._advance_grammars(updates)
         return outputs
 
-    def _record(self, plan: StepPlan, num_new_tokens: int, now: float) -> None:
-        self._metrics.count_step(len(plan.decode) + plan.num_prefill_tokens)
-        record = self._recorder.end(plan, self.scheduler.stats(), num_new_tokens=num_new_tokens, now=now)
+    def _record(self, plan: StepPlan, num_new_tokens: int, expert_bytes: int, now: float) -> None:
+        self._metrics.count_step(len(plan.decode) + plan.num_prefill_tokens, expert_bytes)
+        how = {"num_new_tokens": num_new_tokens, "expert_bytes": expert_bytes}
+        record = self._recorder.end(plan, self.scheduler.stats(), now=now, **how)
         self.scheduler.observe(plan, record.duration_s)
 
     def _release_held(self) -> list[CoreOutput]:

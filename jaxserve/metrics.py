@@ -26,10 +26,12 @@ class EngineMetrics:
     iteration_tokens_counts: list[int] = dataclasses.field(  # steps by the tokens that they computed
         default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 1)
     )
+    expert_bytes: int = 0  # of experts' weights that were read
     request_success: dict[str, int] = dataclasses.field(default_factory=dict)  # by finish reason
 
-    def count_step(self, num_tokens: int) -> None:
+    def count_step(self, num_tokens: int, expert_bytes: int) -> None:
         self.num_steps += 1
+        self.expert_bytes += expert_bytes
         self.iteration_tokens += num_tokens
         self.iteration_tokens_counts[bisect.bisect_left(ITERATION_TOKENS, num_tokens)] += 1
 
@@ -39,6 +41,7 @@ class EngineMetrics:
             "jaxserve:generation_tokens": self.generation_tokens,
             "jaxserve:num_steps": self.num_steps,
             "jaxserve:iteration_tokens": self.iteration_tokens,
+            "jaxserve:expert_bytes": self.expert_bytes,
         }
         cumulative = itertools.accumulate(self.iteration_tokens_counts)
         for bound, count in zip((*ITERATION_TOKENS, "+Inf"), cumulative, strict=True):
@@ -67,6 +70,7 @@ class StepRecord(NamedTuple):
     num_requests_running: int
     num_requests_waiting: int
     kv_cache_usage: float  # held pages / usable pages, 0 to 1
+    expert_bytes: int  # of experts' weights that it read; 0 for a dense model
 
     @property
     def end_time(self) -> float:
@@ -86,7 +90,9 @@ class StepRecorder:
         """A step was planned at `now` and dispatched."""
         self._starts.append(now)
 
-    def end(self, plan: StepPlan, stats: SchedulerStats, *, num_new_tokens: int, now: float) -> StepRecord:
+    def end(
+        self, plan: StepPlan, stats: SchedulerStats, *, num_new_tokens: int, expert_bytes: int, now: float
+    ) -> StepRecord:
         """The oldest step in flight was read at `now`; `stats` is what it left behind."""
         start = max(self._starts.popleft(), self._last_end)
         self._last_end = now
@@ -104,6 +110,7 @@ class StepRecorder:
             stats.num_requests_running,
             stats.num_requests_waiting,
             stats.kv_cache_usage_perc,
+            expert_bytes,
         )
         self._records.append(record)
         return record

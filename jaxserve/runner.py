@@ -99,13 +99,15 @@ class Runner:
         cohort = plan.cohort
         if cohort is not None and shape.starts_above:
             arguments += (self._frontiers.pop(cohort),)
-        hidden, prefill_hidden, self.kv, self._sequences = forward(*arguments)
+        hidden, prefill_hidden, experts_read, self.kv, self._sequences = forward(*arguments)
+        if experts_read is not None:
+            experts_read.copy_to_host_async()
         if self._frontiers:
             self._frontiers = {other: rows for other, rows in self._frontiers.items() if other.live()}
         if cohort is not None and not plan.completes:
             self._frontiers[cohort] = prefill_hidden
         scored = self._score_prompts(plan, prefill_hidden)
-        return StepFuture(plan, shape, hidden, scored)
+        return StepFuture(plan, shape, hidden, scored, experts_read)
 
     def sample(self, future: StepFuture, slots: Sequence[int] = (), masks: np.ndarray | None = None) -> None:
         """Starts to draw the tokens of the step dispatched last, and returns without waiting for the device.
@@ -295,33 +297,35 @@ class Runner:
             keys = [dataclasses.replace(shape, decode_rows=b) for shape in self._spans for b in rows]
             for job in self._forward.request(keys):
                 job.result()
+            for shape in keys:
+                self._try(shape)  # the first run of a program takes longer
 
     def time_steps(self) -> list[tuple[StepShape, float]]:
-        """Seconds of a step in each program of `shapes`, sampling included; before the first request.
+        """Seconds of a step in each program of `shapes`, sampling included; before the first request."""
+        return [(shape, min(self._try(shape) for _ in range(3))) for shape in self.shapes]
+
+    def _try(self, shape: StepShape) -> float:
+        """Seconds of a step in this program, sampling included; before the first request.
 
         Decode rows are padding, which reads no keys and values; prompts are made up and belong to the dummy slot.
         """
-        rng, found = np.random.default_rng(0), []
-        for shape in self.shapes:
-            ints = np.full(shape.num_ints, self._dummy, np.int32)
-            b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
-            ints[b : b + t] = rng.integers(0, self.vocab_size, t)
-            ints[b + t + s :] = 0
-            ints[b + t + 2 * s :] = np.arange(s + 1) * (t // max(s, 1))
-            features = SamplingFeatures(random=True)
-            _, forward = self._forward.get(shape)
-            _, draw = self._sample.get(SampleShape(rows=shape.sample_rows, features=features))
-            rows, seconds = np.full(shape.sample_rows, self._dummy, np.int32), []
-            for _ in range(3):
-                start = time.perf_counter()
-                hidden, _, self.kv, self._sequences = forward(self._params, self.kv, self._sequences, ints)
-                sampled, self._sequences, self._sampling = draw(
-                    self._head, hidden, rows, self._sequences, self._sampling
-                )
-                jax.block_until_ready(sampled.token_ids)
-                seconds.append(time.perf_counter() - start)
-            found.append((shape, min(seconds)))
-        return found
+        ints = np.full(shape.num_ints, self._dummy, np.int32)
+        b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
+        ints[b : b + t] = np.random.default_rng(0).integers(0, self.vocab_size, t)
+        ints[b + t + s :] = 0
+        ints[b + t + 2 * s :] = np.arange(s + 1) * (t // max(s, 1))
+        _, forward = self._forward.get(shape)
+        _, draw = self._sample.get(SampleShape(rows=shape.sample_rows, features=SamplingFeatures(random=True)))
+        rows = np.full(shape.sample_rows, self._dummy, np.int32)
+        arguments = (self._params, self.kv, self._sequences, ints)
+        if shape.starts_above:
+            frontier = self._hidden(t)
+            arguments += (jnp.zeros(frontier.shape, frontier.dtype),)
+        start = time.perf_counter()
+        hidden, _, _, self.kv, self._sequences = forward(*arguments)
+        sampled, self._sequences, self._sampling = draw(self._head, hidden, rows, self._sequences, self._sampling)
+        jax.block_until_ready(sampled.token_ids)
+        return time.perf_counter() - start
 
     @property
     def num_stalls(self) -> int:
@@ -342,6 +346,17 @@ class Runner:
     @property
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the weights of one expert of one layer; 0 for a dense model."""
+        config = self._model.config
+        if not config.num_experts:
+            return 0
+        layers = self._params["layers"]
+        layers = layers.values() if isinstance(layers, dict) else layers
+        experts = [(layer["gate_up"], layer["down"]) for layer in layers]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) // (config.num_layers * config.num_experts)
 
     @property
     def num_layers(self) -> int:

@@ -21,6 +21,7 @@ class StepFuture:
     shape: StepShape
     hidden: Array | None  # [R, D], until `Runner.sample`
     scored: Sampled | None  # logprobs of the prefill region's next tokens; None: no row asked
+    experts_read: Array | None  # i32 [], by all layers; None: the model has no experts
     sampled: Sampled | None = None  # after `Runner.sample`; None: no row of this plan samples
 
     def result(self) -> StepResult:
@@ -41,6 +42,10 @@ class StepFuture:
             for row, k, ok in zip(rows, wanted, samples, strict=True)
         ]
         return StepResult(token_ids=token_ids, logprobs=logprobs)
+
+    def num_experts_read(self) -> int:
+        """Experts whose weights the step has read, counted by layer; waits for the device."""
+        return 0 if self.experts_read is None else int(self.experts_read)
 
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
         """(request, position of the first, logprobs) of each prefill row that asked; rows of ended epochs left out."""

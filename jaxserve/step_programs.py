@@ -72,7 +72,7 @@ class SampleShape:
         return features.random + 2 * features.edits + (features.num_logprobs is not None)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="shape", donate_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="shape", donate_argnums=(2, 3, 5))
 def forward_step(
     model: Model,
     params: dict,
@@ -82,18 +82,19 @@ def forward_step(
     frontier: Array | None = None,
     *,
     shape: StepShape,
-) -> tuple[Array, Array, dict[str, KVCache], SequenceState]:
+) -> tuple[Array, Array, Array | None, dict[str, KVCache], SequenceState]:
     """Runs one step's rows through the layers.
 
     Args:
-        kv, sequences: donated.
+        kv, sequences, frontier: donated.
         ints: i32 [shape.num_ints]: decode slots [B], prefill token ids [T], prefill slots [S], start positions [S],
             cu_q_lens [S+1].
         frontier: where the prefill rows stand before a span that starts above layer 0, [T, D].
 
     Returns:
         hidden of the rows that may sample [R, D]; hidden of the prefill rows, or their frontier where their span ends
-        below the last layer, [T, D]; kv; sequences.
+        below the last layer, [T, D]; how many experts all layers have read, i32 [], None for a dense model; kv;
+        sequences.
     """
     b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
     decode_slots, token_ids, slots, starts, cu_q_lens = jnp.split(ints, [b, b + t, b + t + s, b + t + 2 * s])
@@ -117,14 +118,14 @@ def forward_step(
         decode=decode if b else None,
         prefill=prefill if t else None,
     )
-    hidden, kv = forward(model, params, kv, batch, span=shape.span, frontier=frontier)
+    hidden, kv, experts_read = forward(model, params, kv, batch, span=shape.span, frontier=frontier)
     advanced = sequences.positions.at[decode_slots].add(live.astype(jnp.int32)).at[slots].set(ends)
     sequences = dataclasses.replace(sequences, positions=advanced)
     last_rows = jnp.arange(b)
     if shape.completes:
         last_rows = jnp.concatenate([last_rows, b + jnp.maximum(cu_q_lens[1:] - 1, 0)])
     last_rows = jnp.pad(last_rows, (0, shape.sample_rows - last_rows.shape[0]))
-    return hidden[last_rows], hidden[b:], kv, sequences
+    return hidden[last_rows], hidden[b:], experts_read, kv, sequences
 
 
 def _decode_region(sequences: SequenceState, slots: Array, live: Array) -> tuple[AttentionBatch, tuple]:

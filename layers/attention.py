@@ -46,7 +46,7 @@ def prepare_batch(
     turn = rotation(batch.positions, spec.frequencies)
     if on_hopper(decode, prefill):
         turn = rope_kv_write.for_heads(turn, kv)
-    return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn)
+    return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows())
 
 
 def on_hopper(*regions: AttentionBatch | None) -> bool:

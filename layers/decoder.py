@@ -21,7 +21,35 @@ from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.pallas_kernels.paged_attention import Implementation
 
 Params = Mapping[str, Any]
-Attend = Callable[[Array], Array]  # heads of q, k and v [T, N + 2 K, H] -> [T, N, H]
+Carry = tuple[Array, dict[str, KVCache], Array | None]  # rows [T, D], cache, i32 [] experts read (None: has none)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Attend:
+    """What a layer sees of the step: attention over its rows, and which of these are real."""
+
+    cache: KVCache  # of the layer's kind; with the layer's keys and values in it once it was called
+    index: int | Array  # of the layer in its kind
+    batch: StepBatch  # prepared
+    spec: AttentionSpec
+    implementation: Implementation | None
+    experts_read: Array | None  # i32 [], by all layers up to now; None: the model has no experts
+
+    def __call__(self, heads: Array) -> Array:
+        """Attention of heads of q, k and v [T, N + 2 K, H]: [T, N, H]."""
+        out, self.cache = attend(heads, self.cache, self.index, self.batch, self.spec, self.implementation)
+        return out
+
+    @property
+    def real(self) -> Array:
+        """bool [T]: other rows are padding. What a layer makes of them does not matter."""
+        assert self.batch.real is not None, "not prepared"
+        return self.batch.real
+
+    def count_experts(self, num_experts: Array) -> None:
+        """Says that the layer reads the weights of so many experts."""
+        assert self.experts_read is not None, "the model says that it has none"
+        self.experts_read += num_experts
 
 
 @runtime_checkable
@@ -32,6 +60,8 @@ class DecoderModel(Protocol):
     def layer_kinds(self) -> tuple[str, ...]: ...
     @property
     def plain_norm(self) -> PlainNorm | None: ...  # None: layers are not plain, see `jaxserve.layers.dense`
+    @property
+    def has_experts(self) -> bool: ...
     def attention_spec(self, kind: str) -> AttentionSpec: ...
     def embed(self, params: Params, token_ids: Array) -> Array: ...
     def layer(self, p: Params, kind: str, x: Array, attend: Attend) -> Array: ...
@@ -47,8 +77,10 @@ def forward(
     span: tuple[int, int] | None = None,
     frontier: Float[Array, "T D"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "rows D"], dict[str, KVCache]]:
+) -> Carry:
     """Hidden states of every row of the step, decode rows first, and the cache with their keys and values.
+
+    Third, for a mixture of experts, how many experts all layers have read, i32 [].
 
     Args:
         span: layers `[lo, hi)` that the prefill rows pass, static; None = all. Decode rows always pass all.
@@ -65,27 +97,32 @@ def forward(
     else:
         rows = jnp.concatenate([model.embed(params, batch.token_ids[:cut]), frontier])
 
-    def run(rows: Array, kv: dict[str, KVCache], part: StepBatch, lo: int, hi: int):
+    def run(carry: Carry, part: StepBatch, lo: int, hi: int) -> Carry:
+        rows, kv, experts_read = carry
         if lo == hi or not rows.shape[0]:
-            return rows, kv
+            return carry
         batches = {k: prepare_batch(part, kv[k], model.attention_spec(k), implementation) for k in kv}
         if dense := _dense_layers(model, params["layers"], batches, rows.shape[0]):
             kind, weights, norm = dense
             spec = model.attention_spec(kind)
             rows, cache = run_dense_layers(weights, norm, lo, hi, rows, kv[kind], batches[kind], spec, implementation)
-            return rows, {kind: cache}
+            return rows, {kind: cache}, experts_read
         body = _layer_body(model, batches, implementation)
-        return run_layers(body, params["layers"], model.layer_kinds, lo, hi, (rows, kv))
+        return run_layers(body, params["layers"], model.layer_kinds, lo, hi, carry)
 
-    def run_decode(rows: Array, kv: dict[str, KVCache], lo: int, hi: int):
-        decode, kv = run(rows[:cut], kv, _decode_part(batch), lo, hi)
-        return jnp.concatenate([decode, rows[cut:]]), kv
+    def run_decode(carry: Carry, lo: int, hi: int) -> Carry:
+        rows, kv, experts_read = carry
+        decode, kv, experts_read = run((rows[:cut], kv, experts_read), _decode_part(batch), lo, hi)
+        return jnp.concatenate([decode, rows[cut:]]), kv, experts_read
 
-    rows, kv = run_decode(rows, kv, 0, lo)
-    rows, kv = run(rows, kv, batch, lo, hi)
-    rows, kv = run_decode(rows, kv, hi, num_layers)
+    carry = (rows, kv, jnp.int32(0) if model.has_experts else None)
+    carry = run_decode(carry, 0, lo)
+    carry = run(carry, batch, lo, hi)
+    rows, kv, experts_read = run_decode(carry, hi, num_layers)
     normed = model.final_norm(params, rows)
-    return normed if hi == num_layers else jnp.concatenate([normed[:cut], rows[cut:]]), kv
+    if hi < num_layers:
+        normed = jnp.concatenate([normed[:cut], rows[cut:]])
+    return normed, kv, experts_read
 
 
 def _dense_layers(model: DecoderModel, layers: Any, batches: dict[str, StepBatch], num_rows: int):
@@ -133,20 +170,15 @@ class StackedLayer(Mapping[str, Any]):
 
 
 def _layer_body(model: DecoderModel, batches: dict[str, StepBatch], implementation: Implementation | None):
-    """`body(kind, p, index, (x, kv)) -> (x, kv)` for `run_layers`; `index` counts layers of the same kind."""
+    """`body(kind, p, index, carry) -> carry` for `run_layers`; `index` counts layers of the same kind."""
 
-    def body(kind: str, p: Params, index: int | Array, carry: tuple[Array, dict[str, KVCache]]):
-        x, kv = carry
-        cache, batch = kv[kind], batches[kind]
-
-        def attend_and_write(heads: Array) -> Array:
-            nonlocal cache
-            spec = model.attention_spec(kind)
-            out, cache = attend(heads, cache, index, batch, spec, implementation)
-            return out
-
-        x = model.layer(p, kind, x, attend_and_write)
-        return x, {**kv, kind: cache}
+    def body(kind: str, p: Params, index: int | Array, carry: Carry) -> Carry:
+        x, kv, experts_read = carry
+        how = {"spec": model.attention_spec(kind), "implementation": implementation}
+        how |= {"experts_read": experts_read}
+        attention = Attend(cache=kv[kind], index=index, batch=batches[kind], **how)
+        x = model.layer(p, kind, x, attention)
+        return x, {**kv, kind: attention.cache}, attention.experts_read
 
     return body
 

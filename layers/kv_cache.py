@@ -4,6 +4,7 @@ import dataclasses
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
@@ -23,10 +24,21 @@ class StepBatch:
     decode: AttentionBatch | None
     prefill: AttentionBatch | None
     rotation: tuple[Array, Array] | None = None  # of `layers.rope`, once `prepare_batch` knows the layers' frequencies
+    real: Array | None = None  # bool [B*q + T], of `real_rows`, once prepared
 
     @property
     def num_decode_rows(self) -> int:
         return 0 if self.decode is None else self.decode.kv_lens.shape[0] * self.decode.max_q_len
+
+    def real_rows(self) -> Array:
+        """bool [B*q + T]: which rows are a token of a sequence; the others are padding."""
+        regions = []
+        if self.decode is not None:
+            regions.append(jnp.repeat(self.decode.kv_lens > 0, self.decode.max_q_len))
+        if self.prefill is not None:
+            assert self.prefill.cu_q_lens is not None
+            regions.append(jnp.arange(self.token_ids.shape[0] - self.num_decode_rows) < self.prefill.cu_q_lens[-1])
+        return jnp.concatenate(regions)
 
 
 @runtime_checkable  # so that tests can check it

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxserve.layers.linear import Weight, linear
 from jaxserve.layers.mlp import Act, mlp
@@ -44,25 +44,33 @@ def moe(
     normalize: bool,
     act: Act,
     layer: int | Int[Array, ""] | None = None,
-) -> Float[Array, "T D"]:
+    real: Bool[Array, " T"] | None = None,
+) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of weight_e * mlp(x, gate_up[e], down[e])`, summed in float32.
+
+    The second result is how many experts were picked.
 
     Args:
         router: [E, D]. gate_up: [E, 2F, D]. down: [E, D, F].
         layer: given, gate_up and down are the stacks of all layers, [L, E, 2F, D] and [L, E, D, F], and this is which.
+        real: rows that pick experts; others come out as zeros. None = all.
     """
     if layer is None:
         gate_up, down = jax.tree.map(lambda w: w[None], (gate_up, down))
         layer = 0
     if _on_hopper(x, gate_up, down, act):
         logits = linear(x, router, out_dtype=jnp.float32)
-        return grouped_matmul.fused_moe(x, logits, gate_up, down, layer, top_k=top_k, normalize=normalize, act=act)
+        how = {"top_k": top_k, "normalize": normalize, "act": act, "real": real}
+        return grouped_matmul.fused_moe(x, logits, gate_up, down, layer, **how)
     weights, experts = route(x, router, top_k, normalize=normalize)
+    if real is not None:  # beyond the last expert: pairs that no block takes, and that are not counted
+        experts = jnp.where(real[:, None], experts, router.shape[0])
+        weights = jnp.where(real[:, None], weights, 0.0)
     order = jnp.argsort(experts.reshape(-1))  # pairs (token, choice), by expert
     counts = jnp.bincount(experts.reshape(-1), length=router.shape[0])
     y = _expert_mlps(x[order // top_k], counts, gate_up, down, layer, act)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*experts.shape, -1)
-    return jnp.sum(y.astype(jnp.float32) * weights[:, :, None], axis=1).astype(x.dtype)
+    return grouped_matmul.combine(y, weights, axis=1).astype(x.dtype), jnp.sum(counts > 0, dtype=jnp.int32)
 
 
 def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:

@@ -23,7 +23,7 @@ def plan(step: int, decode: int = 1, prefill: tuple[int, ...] = (), span=None) -
 
 def record(recorder: StepRecorder, plan: StepPlan, start: float, end: float):
     recorder.start(start)
-    recorder.end(plan, STATS, num_new_tokens=4, now=end)
+    recorder.end(plan, STATS, num_new_tokens=4, expert_bytes=300, now=end)
     return recorder.recent()[-1]
 
 
@@ -42,6 +42,7 @@ def test_a_record_says_what_the_plan_and_the_scheduler_held():
         "num_requests_running": 3,
         "num_requests_waiting": 2,
         "kv_cache_usage": 0.25,
+        "expert_bytes": 300,
     }
 
 
@@ -55,8 +56,8 @@ def test_overlapped_steps_follow_each_other():
     recorder = StepRecorder(num_layers=1)
     recorder.start(1.0)
     recorder.start(1.2)  # planned while the first runs
-    recorder.end(plan(1), STATS, num_new_tokens=1, now=2.0)
-    recorder.end(plan(2), STATS, num_new_tokens=1, now=2.5)
+    recorder.end(plan(1), STATS, num_new_tokens=1, expert_bytes=0, now=2.0)
+    recorder.end(plan(2), STATS, num_new_tokens=1, expert_bytes=0, now=2.5)
     record(recorder, plan(3), 9.0, 9.5)  # after a rest
     assert [(r.start_time, r.end_time) for r in recorder.recent()] == [(1.0, 2.0), (2.0, 2.5), (9.0, 9.5)]
 
@@ -76,9 +77,9 @@ def test_the_last_records_are_kept_and_found_by_number():
 def test_steps_are_counted_by_their_tokens_cumulatively():
     metrics = EngineMetrics()
     for tokens in (1, 2, 8, 9, ITERATION_TOKENS[-1] + 1):
-        metrics.count_step(tokens)
+        metrics.count_step(tokens, 10)
     values = metrics.as_dict()
     buckets = {key.split('"')[1]: value for key, value in values.items() if "_bucket" in key}
     assert [buckets[bound] for bound in ("1", "8", "16", "16384", "+Inf")] == [1, 3, 4, 4, 5]
-    assert values["jaxserve:num_steps"] == 5
+    assert (values["jaxserve:num_steps"], values["jaxserve:expert_bytes"]) == (5, 50)
     assert values["jaxserve:iteration_tokens"] == 20 + ITERATION_TOKENS[-1] + 1

@@ -55,7 +55,7 @@ def logits(params, dtype, implementation, tokens: np.ndarray) -> np.ndarray:
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(params, kv, batch):
-        hidden, kv = forward(model, params, kv, batch, implementation=implementation)
+        hidden, kv, _ = forward(model, params, kv, batch, implementation=implementation)
         return model.logits(params, hidden), kv
 
     with jax.default_matmul_precision("highest"):

@@ -228,6 +228,10 @@ class Model:
         yield make(Outer)(outer_key)
         yield from map(make(self.layer_module), keys)
 
+    @property
+    def has_experts(self) -> bool:
+        return self.config.num_experts > 0
+
     def embed(self, params: Params, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return embed(token_ids, params["embed"], self.config.embed_scale)
 

@@ -62,10 +62,18 @@ def layer(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], att
     """Pre-norm attention and mixture of experts, each with its residual."""
     x = x + self_attention(p, config, kind, norm(x, p["input_norm"], config), attend)
     h = norm(x, p["post_norm"], config)
-    how = {"top_k": config.num_experts_per_tok, "normalize": config.norm_topk_prob, "act": config.act}
+    how = {
+        "top_k": config.num_experts_per_tok,
+        "normalize": config.norm_topk_prob,
+        "act": config.act,
+        "real": attend.real,
+    }
     if isinstance(p, StackedLayer):
-        return x + moe(h, p["router"], p.stack["gate_up"], p.stack["down"], layer=p.number, **how)
-    return x + moe(h, p["router"], p["gate_up"], p["down"], **how)
+        out, num_experts = moe(h, p["router"], p.stack["gate_up"], p.stack["down"], layer=p.number, **how)
+    else:
+        out, num_experts = moe(h, p["router"], p["gate_up"], p["down"], **how)
+    attend.count_experts(num_experts)
+    return x + out
 
 
 _EXPERT_NAME = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")

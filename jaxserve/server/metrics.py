@@ -35,6 +35,7 @@ COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "num_preemptions": "Sequences that lost their pages to others and were computed anew.",
     "num_steps": "Steps of the engine.",
+    "expert_bytes": "Bytes of experts' weights that steps have read, of a mixture of experts.",
     "num_stalls": "Steps that waited for a compile after warm-up.",
     "compile_seconds": "Time spent on compiles.",
 }

@@ -3,10 +3,11 @@
 from typing import Any
 
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import unsupported as unsupported
+from jaxserve.pallas_kernels.grouped_matmul.work import combine as combine
 
 
 def fused_moe(
@@ -18,20 +19,23 @@ def fused_moe(
     *,
     top_k: int,
     normalize: bool,
+    real: Bool[Array, " T"] | None = None,
     act: str = "silu",
-) -> Float[Array, "T D"]:
+) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of p_e * down_e (silu(gate_e x) * (up_e x))`, summed in float32 by choice.
 
     A token's experts are those of its `top_k` largest logits, and `p` the softmax of all its logits; with `normalize`,
-    divided by the sum over these experts. Only experts that a token picks are read, in place.
+    divided by the sum over these experts. Only experts that a token picks are read, in place; how many these are is
+    the second result.
 
     Args:
         logits: float32, of the router.
         gate_up: `[L, E, 2 F, D]`, gate before up. down: `[L, E, D, F]`.
         layer: which of the L layers.
+        real: tokens that pick experts; None = all. Others come out as zeros, as does one whose logits are no numbers.
     Raises:
         NotImplementedError: the Hopper kernels cannot do this; the message says why.
     """
     if reason := unsupported(x, gate_up, down, act):
         raise NotImplementedError(f"fused_moe: {reason}")
-    return mosaic_gpu.fused_moe(x, logits, gate_up, down, layer, top_k=top_k, normalize=normalize)
+    return mosaic_gpu.fused_moe(x, logits, gate_up, down, layer, top_k=top_k, normalize=normalize, real=real)

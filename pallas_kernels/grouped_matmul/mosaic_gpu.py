@@ -12,7 +12,7 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul import grouped_mat
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul_cta import Tiling
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import permute
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute
-from jaxserve.pallas_kernels.grouped_matmul.work import Picks, max_rows, picks_of, plan
+from jaxserve.pallas_kernels.grouped_matmul.work import Picks, combine, max_rows, picks_of, plan
 from jaxserve.pallas_kernels.paged_attention.hopper import ROWS
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import SHARED_MEMORY_BYTES, num_multiprocessors
 
@@ -42,22 +42,25 @@ def fused_moe(
     *,
     top_k: int,
     normalize: bool,
+    real: Array | None = None,
     interpret: bool = False,
-) -> Array:
+) -> tuple[Array, Array]:
     """See the package's `fused_moe`."""
     (T, D), (_, E, _, F) = x.shape, down.shape
     up, across = tilings(T, top_k, E, D, F)
+    real = jnp.ones(T, bool) if real is None else real
     how = {"normalize": normalize, "interpret": interpret}
     if by_kernel(E, top_k) and T <= ROWS:
-        rows, work, places, weights = route_and_permute(x, logits, gate_up, layer, top_k, up, **how)
+        rows, work, places, weights = route_and_permute(x, logits, real, gate_up, layer, top_k, up, **how)
     else:
-        picks, weights = choose(logits, top_k, **how) if by_kernel(E, top_k) else route(logits, top_k, normalize)
+        by_kernels = by_kernel(E, top_k)
+        picks, weights = choose(logits, real, top_k, **how) if by_kernels else route(logits, real, top_k, normalize)
         work, first_row = plan(picks, T * top_k, up.tile_rows)
         num_rows = max_rows(T * top_k, E)
         rows, places, weights = permute(x, picks, weights, first_row, num_rows, interpret=interpret)
     rows = grouped_matmul(rows, gate_up, layer, work, up, gated=True, following=(down, across), interpret=interpret)
     rows = grouped_matmul(rows, down, layer, work, across, gated=False, interpret=interpret)
-    return jnp.sum(rows[places].astype(jnp.float32) * weights[:, :, None], axis=0).astype(x.dtype)
+    return combine(rows[places], weights, axis=0).astype(x.dtype), work.num_experts
 
 
 def by_kernel(num_experts: int, top_k: int) -> bool:
@@ -65,12 +68,12 @@ def by_kernel(num_experts: int, top_k: int) -> bool:
     return num_experts in (64, 128) and top_k <= 16
 
 
-def route(logits: Array, top_k: int, normalize: bool) -> tuple[Picks, Array]:
-    """The picks of the `top_k` largest logits of each token, and their weights, `[top_k, T]`, in plain XLA."""
+def route(logits: Array, real: Array, top_k: int, normalize: bool) -> tuple[Picks, Array]:
+    """The picks of the `top_k` largest logits of each real token, and their weights, `[top_k, T]`, in plain XLA."""
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return picks_of(experts, logits.shape[1]), weights.T
+    return picks_of(experts, logits.shape[1], real), jnp.where(real[None], weights.T, 0.0)
 
 
 def tilings(num_tokens: int, top_k: int, num_experts: int, D: int, F: int) -> tuple[Tiling, Tiling]:

@@ -27,11 +27,14 @@ def square(*shape: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    logits_smem: Any  # f32 [E / ROWS, ROWS, ROWS]: Mosaic swizzles it, and a slice of columns loses how (jax 0.11, 0.12)
+    logits_smem: (
+        Any  # f32 [E / ROWS, ROWS, ROWS]: Mosaic swizzles it, and a slice of columns loses how (jax 0.11, 0.12)
+    )
     largest_smem: Any  # f32 [top_k, ROWS], the logits of the choices
-    chosen_smem: Any  # f32 [top_k, ROWS], their experts; NONE where that is -inf or not a number
+    chosen_smem: Any  # f32 [top_k, ROWS], their experts; NONE where that is -inf or not a number, or no token
     picks_smem: Any  # [ROWS, E], one where a token picks an expert
     tokens_smem: Any  # [2, ROWS, ROWS], ones up to the diagonal, and ones
+    real_smem: Any  # f32 [ROWS], one where a token may pick experts
 
     @staticmethod
     def scratch(num_experts: int, top_k: int) -> tuple[Any, ...]:
@@ -41,6 +44,7 @@ class Choices:
             plgpu.SMEM((top_k, ROWS), jnp.float32),
             square(ROWS, num_experts),
             square(2, ROWS, ROWS),
+            plgpu.SMEM((ROWS,), jnp.float32),
         )
 
     @property
@@ -60,8 +64,8 @@ class Choices:
     def column(self) -> Array:
         return iota((ROWS, ROWS), 1).astype(jnp.float32)
 
-    def make(self, real: Array) -> None:
-        """Chooses from the logits for all rows, and counts the picks of those that are real, `[ROWS, ROWS]`."""
+    def make(self) -> None:
+        """Chooses from the logits of each real token."""
         column, parts = self.column, self.parts
         self.tokens_smem[0] = ones(column <= self.row)
         self.tokens_smem[1] = ones(column >= 0.0)
@@ -77,21 +81,30 @@ class Choices:
 
         left = lax.fori_loop(0, self.top_k, choose, self.logits())
         for part, some, before in zip(parts, left, self.logits(), strict=True):
-            picked = real & (some == -jnp.inf) & (before > -jnp.inf)
+            picked = (some == -jnp.inf) & (before > -jnp.inf)
             self.picks_smem[:, pl.ds(part, ROWS)] = ones(picked)
         plgpu.commit_smem()
 
-    def fetch_logits(self, logits_gmem: Any, begin: Array | int, arrived: Any) -> None:
-        """Those of the tokens from `begin` on, f32 `[T, E]`; the barrier takes an arrival for each 64 experts."""
+    @staticmethod
+    def barrier(num_experts: int) -> Any:
+        """Of what `fetch` waits for."""
+        return plgpu.Barrier(num_arrivals=num_experts // ROWS + 1)
+
+    def fetch(self, logits_gmem: Any, begin: Array | int, real_gmem: Any, arrived: Any) -> None:
+        """Logits of the tokens from `begin` on, f32 `[T, E]`, and which of these are real, as `by_block` has them."""
         num_tokens = min(ROWS, logits_gmem.shape[0])
+        plgpu.copy_gmem_to_smem(real_gmem, self.real_smem, arrived)
         for i, part in enumerate(self.parts):
             there = self.logits_smem.at[i, pl.ds(0, num_tokens)]
             plgpu.copy_gmem_to_smem(logits_gmem.at[pl.ds(begin, num_tokens), pl.ds(part, ROWS)], there, arrived)
         plgpu.barrier_wait(arrived)
 
     def logits(self) -> list[Array]:
+        """-inf where there is no real token."""
         smem, layout = self.logits_smem, plgpu.Layout.WGMMA
-        return [plgpu.load(smem.at[i], layout=layout, optimized=False) for i in range(smem.shape[0])]
+        found = [plgpu.load(smem.at[i], layout=layout, optimized=False) for i in range(smem.shape[0])]
+        real = plgpu.load(self.real_smem, layout=BY_ROW)
+        return [jnp.where(over(real, some) > 0.0, some, -jnp.inf) for some in found]
 
     def is_expert(self, expert: Array, part: int) -> Array:
         column = self.column
@@ -114,7 +127,7 @@ class Choices:
         return jnp.where(expert < NONE, functools.reduce(jnp.add, found), none).astype(jnp.int32)
 
     def store_weights(self, weights_smem: Any, normalize: bool) -> None:
-        """Softmax over all logits, or over those of the choices, f32 `[top_k, ROWS]`."""
+        """Softmax over all logits, or over those of the choices, f32 `[top_k, ROWS]`; zero for no choice."""
         largest = by_row(self.largest_smem, 0)
 
         def weight(j: Array) -> Array:
@@ -126,9 +139,20 @@ class Choices:
             total = functools.reduce(jnp.add, [jnp.exp(x - over(largest, x)).sum(axis=1) for x in self.logits()])
 
         def store(j: Array, _) -> None:
-            weights_smem[j] = weight(j) / total
+            weights_smem[j] = jnp.where(by_row(self.chosen_smem, j) < NONE, weight(j) / total, 0.0)
 
         lax.fori_loop(0, self.top_k, store, None)
+
+
+def by_block(real: Array) -> Array:
+    """f32 `[blocks, ROWS]`, one for each token of a block that is real and not of the block before.
+
+    The last block has the last 64 tokens, where there are so many.
+    """
+    T, num_blocks = real.shape[0], -(-real.shape[0] // ROWS)
+    cut = min(T, (num_blocks - 1) * ROWS or ROWS)
+    missing = jnp.zeros(num_blocks * ROWS - T, bool)
+    return jnp.concatenate([real[:cut], missing, real[cut:]]).astype(jnp.float32).reshape(num_blocks, ROWS)
 
 
 def by_row(smem: Any, j: int | Array) -> Array:

@@ -8,15 +8,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choices import NONE, Choices, by_row
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choices import NONE, Choices, by_block, by_row
 from jaxserve.pallas_kernels.grouped_matmul.work import Picks
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS
 
 
-def choose(logits: Array, top_k: int, *, normalize: bool, interpret: bool = False) -> tuple[Picks, Array]:
-    """The choices of at least 64 tokens and their weights, f32 `[top_k, blocks * 64]`.
+def choose(logits: Array, real: Array, top_k: int, *, normalize: bool, interpret: bool = False) -> tuple[Picks, Array]:
+    """The choices of at least 64 tokens, those that are real, and their weights, f32 `[top_k, blocks * 64]`.
 
-    The last block has the last 64 tokens. Those of them that the block before it has too are not counted in its ranks.
+    The last block has the last 64 tokens. Those of them that the block before it has too choose nothing in it.
     """
     (T, E), num_blocks = logits.shape, -(-logits.shape[0] // ROWS)
     assert T >= ROWS, T
@@ -33,7 +33,7 @@ def choose(logits: Array, top_k: int, *, normalize: bool, interpret: bool = Fals
             plgpu.SMEM((top_k, ROWS), jnp.int32),
             plgpu.SMEM((top_k, ROWS), jnp.int32),
             plgpu.SMEM((top_k, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=E // ROWS),
+            Choices.barrier(E),
             *Choices.scratch(E, top_k),
         ),
         grid=(num_blocks,),
@@ -41,12 +41,13 @@ def choose(logits: Array, top_k: int, *, normalize: bool, interpret: bool = Fals
         kernel_name="grouped_choose",
         interpret=INTERPRETER if interpret else None,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(logits)
+    )(logits, by_block(real))
     return Picks(expert=expert, rank=rank, counts=counts.astype(jnp.int32)), weights
 
 
 def _choose_kernel(
     logits_gmem,  # f32 [T, E]
+    real_gmem,  # f32 [blocks, ROWS]
     expert_gmem,  # i32 [top_k, blocks * ROWS]
     rank_gmem,
     weights_gmem,  # f32 [top_k, blocks * ROWS]
@@ -60,8 +61,8 @@ def _choose_kernel(
 ):
     choices, block = Choices(*choices_smem), lax.axis_index("block")
     begin = jnp.minimum(block * ROWS, logits_gmem.shape[0] - ROWS)
-    choices.fetch_logits(logits_gmem, begin, arrived)
-    choices.make(choices.row >= (block * ROWS - begin).astype(jnp.float32))
+    choices.fetch(logits_gmem, begin, real_gmem.at[block], arrived)
+    choices.make()
     choices.store_weights(weights_smem, normalize)
     ranks = [choices.ranks(part) for part in choices.parts]
 

@@ -20,6 +20,8 @@ def permute(
 ) -> tuple[Array, Array, Array]:
     """`[num_rows, D]`, in which row `places[j, t]` is `x[t]`; these places, and the weights, both `[top_k, T]`.
 
+    The place of what is no choice is a row that no tile has; nothing is copied for a token without choices.
+
     Args:
         weights: f32, in the order of the picks.
         first_row: i32 `[blocks, E]`, the row of the first token of a block that picks an expert.
@@ -58,12 +60,16 @@ def _permute(
         token = first + i * num_blocks
         block = jnp.minimum(lax.div(token, ROWS), last)
         pick = token + jnp.where(block == last, skipped, 0)
-        places = []
+        places, no_tile = [], rows_gmem.shape[0] - 1  # a row that no tile has, for what is no choice
         for j in range(top_k):
             rank = rank_gmem[j, pick]
             place = first_row_gmem[block, expert_gmem[j, pick]] + rank
-            places.append(jnp.where(rank < 0, rows_gmem.shape[0] - 1, place))  # not a number: a row that no tile has
-        copy_row(x_gmem.at[token], [rows_gmem.at[place] for place in places])
+            places.append(jnp.where(rank < 0, no_tile, place))
+
+        @pl.when(places[0] < no_tile)
+        def _real():
+            copy_row(x_gmem.at[token], [rows_gmem.at[place] for place in places])
+
         for j, place in enumerate(places):
             places_gmem[j, token] = place
             ordered_gmem[j, token] = weights_gmem[j, pick]

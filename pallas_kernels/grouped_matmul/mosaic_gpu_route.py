@@ -16,7 +16,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choices import BY_ROW, NONE, Choices, ones, product, square
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choices import (
+    BY_ROW,
+    NONE,
+    Choices,
+    by_block,
+    ones,
+    product,
+    square,
+)
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul_cta import Tiling, prefetch_unit
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import copy_row
 from jaxserve.pallas_kernels.grouped_matmul.work import UNIT, Work, max_rows
@@ -26,6 +34,7 @@ from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS, ze
 def route_and_permute(
     x: Array,
     logits: Array,
+    real: Array,
     gate_up: Array,
     layer: int | Array,
     top_k: int,
@@ -36,6 +45,7 @@ def route_and_permute(
 ) -> tuple[Array, Work, Array, Array]:
     """The rows by expert, `[max_rows, D]`, the tiles, and i32 places and f32 weights of the choices, `[top_k, T]`.
 
+    Tokens that are not `real` have no tile: the place of their choices is a row that no tile has, the weight zero.
     The first weights of a lone token's experts in the stack `gate_up` are brought to the L2 cache by units of `tiling`.
     """
     (T, D), E = x.shape, logits.shape[1]
@@ -60,7 +70,7 @@ def route_and_permute(
             plgpu.SMEM((top_k, ROWS), jnp.float32),
             plgpu.SMEM((3, E), jnp.int32),
             plgpu.SMEM((ROWS,), jnp.int32),
-            plgpu.Barrier(num_arrivals=E // ROWS),
+            Choices.barrier(E),
             *Choices.scratch(E, top_k),
         ),
         grid=(tiling.multiprocessors if T == 1 else T + 1,),
@@ -68,14 +78,15 @@ def route_and_permute(
         kernel_name="grouped_route",
         interpret=INTERPRETER if interpret else None,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(x, logits, gate_up.reshape(-1, *gate_up.shape[2:]), jnp.asarray(layer, jnp.int32).reshape(1))
-    work = Work(expert=expert, row=row, num_rows=counts, num_tiles=num_tiles)
+    )(x, logits, by_block(real), gate_up.reshape(-1, *gate_up.shape[2:]), jnp.asarray(layer, jnp.int32).reshape(1))
+    work = Work(expert=expert, row=row, num_rows=counts, num_tiles=num_tiles, num_experts=num_tiles[0])
     return rows, work, places[:, :T], weights[:, :T]
 
 
 def _route_kernel(
     x_gmem,  # [T, D]
     logits_gmem,  # f32 [T, E]
+    real_gmem,  # f32 [1, ROWS]
     gate_up_gmem,  # [L E, 2 F, D]
     layer_gmem,  # i32 [1]
     rows_gmem,  # [max_rows, D]
@@ -101,8 +112,8 @@ def _route_kernel(
     row, column, parts = choices.row, choices.column, choices.parts
     for part, other in itertools.product(parts, parts):
         experts_smem[pl.ds(part, ROWS), pl.ds(other, ROWS)] = ones(part + row < other + column)
-    choices.fetch_logits(logits_gmem, 0, arrived)
-    choices.make(row < T)
+    choices.fetch(logits_gmem, 0, real_gmem.at[0], arrived)
+    choices.make()
     for part in parts:
         counts, some = choices.counts(part), pl.ds(part, ROWS)
         visited_smem[:, some] = ones(counts > 0.0)
@@ -116,15 +127,20 @@ def _route_kernel(
 
     @pl.when(block < T)
     def _copy():
+        no_tile = rows_gmem.shape[0] - 1  # a row that no tile has, for what is no choice
         places = [before(sizes_smem, part) * UNIT + choices.ranks(part) for part in parts]
 
         def store(j, _):
-            own_smem[j] = choices.own(j, places, rows_gmem.shape[0] - 1.0)  # that row no tile has
+            own_smem[j] = choices.own(j, places, float(no_tile))
 
         lax.fori_loop(0, choices.top_k, store, None)
         plgpu.commit_smem()
         places = [own_smem[j, block] for j in range(choices.top_k)]
-        copy_row(x_gmem.at[block], [rows_gmem.at[place] for place in places])
+
+        @pl.when(places[0] < no_tile)
+        def _real():
+            copy_row(x_gmem.at[block], [rows_gmem.at[place] for place in places])
+
         for j, place in enumerate(places):
             places_gmem[j, block] = place
 

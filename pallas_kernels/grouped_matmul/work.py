@@ -34,6 +34,7 @@ class Work:
     row: Array  # i32 [tiles], the first row, in units
     num_rows: Array  # i32 [tiles]
     num_tiles: Array  # i32 [1 or more], those in use; fields of others hold anything
+    num_experts: Array  # i32 [], that have rows
 
 
 def max_rows(num_pairs: int, num_experts: int) -> int:
@@ -69,14 +70,28 @@ def plan(picks: Picks, num_pairs: int, tile_rows: int) -> tuple[Work, Array]:
         row=(unit_ends - units)[of_tile] + lax.div(before, UNIT),
         num_rows=jnp.minimum(counts[of_tile] - before, tile_rows),
         num_tiles=tile_ends[-1:],
+        num_experts=jnp.sum(counts > 0, dtype=jnp.int32),
     )
     return work, UNIT * (unit_ends - units)[None] + earlier
 
 
-def picks_of(experts: Array, num_experts: int) -> Picks:
-    """The picks of `[T, top_k]` experts, no one twice by a token, as one block."""
+def picks_of(experts: Array, num_experts: int, real: Array | None = None) -> Picks:
+    """The picks of `[T, top_k]` experts, no one twice by a token, as one block; `real` as in `fused_moe`."""
     ids = jnp.arange(num_experts, dtype=jnp.int32)
     picked = jnp.any(experts[:, :, None] == ids[None, None], axis=1)  # [T, E]
+    if real is not None:
+        picked &= real[:, None]
     so_far = jnp.cumsum(picked, axis=0, dtype=jnp.int32)
     rank = jnp.take_along_axis(so_far, experts, axis=1) - 1
+    if real is not None:
+        rank = jnp.where(real[:, None], rank, -1)
     return Picks(expert=experts.T, rank=rank.T, counts=so_far[-1:])
+
+
+def combine(rows: Array, weights: Array, *, axis: int) -> Array:
+    """The sum of rows `[..., D]` over the choices, which are one axis, by their weights, in float32.
+
+    What has no weight, or one that is not a number, is left out, whatever is in its row.
+    """
+    weights = weights[..., None]
+    return jnp.sum(jnp.where(weights > 0.0, rows.astype(jnp.float32) * weights, 0.0), axis=axis)

@@ -63,7 +63,7 @@ class FakeEngine:
         self._on_step()
         self.most_running = max(self.most_running, rows)
         duration, number = self._now() - start, len(self.steps) + 1
-        self.steps.append(StepRecord(number, start, duration, rows, 0, 0, 0, 0, rows, rows, 0, 0.0))
+        self.steps.append(StepRecord(number, start, duration, rows, 0, 0, 0, 0, rows, rows, 0, 0.0, 5 * rows))
         outputs = [self._advance(request_id) for request_id in list(self.running)]
         return [output for output in outputs if output is not None]
 

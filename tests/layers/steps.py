@@ -30,6 +30,15 @@ GEMMA = LLAMA | {  # two kinds of layers, in a pattern that the layer count cuts
 }
 
 
+MOE = LLAMA | {  # a token picks one expert
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+}
+
+
 def make(hf: dict) -> tuple[Model, dict, dict[str, KVCache]]:
     """A model, random float32 params, and a cache of NaN for 4 sequences."""
     model = get_model(hf)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import GEMMA, LLAMA, make, page_table, step
+from steps import GEMMA, LLAMA, MOE, make, page_table, step
 
 from jaxserve.layers.decoder import forward, run_layers, stack_layers
 from jaxserve.layers.kv_cache import init_kv_cache
@@ -126,3 +126,60 @@ def test_neither_the_cache_nor_the_weights_are_copied(rows):
     assert cache_bytes > 190e6
     assert memory.alias_size_in_bytes == cache_bytes
     assert memory.temp_size_in_bytes < 6e6  # one layer's weights are 7 MB
+
+
+def padded_step(decode: list[bool], num_prefill: int, num_real: int):
+    """Token 3 where a row is padding, and tokens below 3 elsewhere; one prompt."""
+    tokens = [j % 3 if j < num_real else 3 for j in range(num_prefill)]
+    batch = step([(s % 3 if is_real else 3, s) for s, is_real in enumerate(decode)], [(0, tokens)], page_table(4))
+    assert batch.decode is not None
+    assert batch.prefill is not None
+    rows = jnp.asarray([*decode, *(j < num_real for j in range(num_prefill))])
+    return dataclasses.replace(
+        batch,
+        page_ids=jnp.where(rows, batch.page_ids, 0),
+        decode=dataclasses.replace(batch.decode, kv_lens=jnp.where(rows[: len(decode)], batch.decode.kv_lens, 0)),
+        prefill=dataclasses.replace(
+            batch.prefill, kv_lens=jnp.asarray([num_real]), cu_q_lens=jnp.asarray([0, num_real])
+        ),
+    )
+
+
+@pytest.mark.parametrize(("stacked", "num_real"), [(False, 5), (True, 0)])
+def test_padding_rows_pick_no_expert_in_any_region_and_span(stacked, num_real):
+    """Token k picks expert k, in every layer: what attention and experts add to it is small. Expert 3 is not a number,
+    nor any where nothing is real.
+    """
+    decode = [num_real > 0, False, num_real > 0]
+    model, params, kv = make(MOE)
+    kv = jax.tree.map(jnp.zeros_like, kv)
+    params = params | {"embed": 10.0 * jnp.eye(*params["embed"].shape)}
+    poison = jnp.where(jnp.arange(4) >= min(num_real, 3), jnp.nan, 1e-3)[:, None, None]
+    layers = [
+        p | {"router": jnp.eye(*p["router"].shape), "o": 1e-3 * p["o"], "down": poison * p["down"]}
+        for p in params["layers"]
+    ]
+    params = params | {"layers": stack_layers(layers, model.layer_kinds) if stacked else tuple(layers)}
+    batch, run = padded_step(decode, 8, num_real), jitted(model, params)
+    whole, _ = run(kv, batch)
+    assert np.isfinite(whole).all()
+    assert int(jnp.argmax(whole[0])) == (0 if num_real else 3)
+    frontier, rows = None, whole
+    for span in ((0, 1), (1, 2)):
+        rows, kv = run(kv, batch, span=span, frontier=frontier)
+        assert np.isfinite(rows).all(), span
+        frontier = rows[3:]
+    np.testing.assert_allclose(rows[3:], whole[3:], **TOLERANCE)
+    longer = dataclasses.replace(batch.prefill, kv_lens=jnp.asarray([8]), cu_q_lens=jnp.asarray([0, 8]))
+    assert np.isnan(run(kv, dataclasses.replace(batch, prefill=longer))[0][-1]).all()  # now its expert is read
+
+
+def test_real_rows_are_those_of_a_sequence():
+    for decode, num_real in (([True, False, True], 5), ([False], 0)):
+        real = padded_step(decode, 8, num_real).real_rows()
+        np.testing.assert_array_equal(real, [*decode, *(j < num_real for j in range(8))])
+    batch = step([(1, 5), (2, 7)], [], page_table(2))
+    assert batch.decode is not None
+    speculative = dataclasses.replace(batch.decode, kv_lens=jnp.asarray([0, 9]), max_q_len=2)
+    real = dataclasses.replace(batch, token_ids=jnp.zeros(4, jnp.int32), decode=speculative).real_rows()
+    np.testing.assert_array_equal(real, [False, False, True, True])

@@ -74,6 +74,30 @@ def test_experts_without_rows_are_not_read():
     np.testing.assert_array_equal(got, moe(x, router, gate_up, down, top_k=2, normalize=True, act="silu"))
 
 
+def test_padding_picks_no_expert_and_changes_no_real_row():
+    router, gate_up, down = weights()
+    x = jax.random.normal(jax.random.key(3), (6, D))
+    real = np.array([True, False, True, False, False, False])
+    how = {"top_k": 2, "normalize": True, "act": "silu", "real": jnp.asarray(real)}
+    _, experts = route(x, router, 2, normalize=True)
+    unused = np.setdiff1d(np.arange(E), np.asarray(experts)[real])
+    assert np.intersect1d(unused, np.asarray(experts)[~real]).size
+    poisoned = (gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan))
+    got = moe(x, router, *poisoned, **how)
+    assert not got[~real].any()
+    np.testing.assert_allclose(got[real], definition(x[real], router, gate_up, down, 2, True), atol=1e-5)
+    for value in (0.0, 7.0, jnp.inf, jnp.nan):
+        other = moe(jnp.where(real[:, None], x, value), router, *poisoned, **how)
+        np.testing.assert_array_equal(other, got)
+
+
+def test_padding_alone_reads_no_weights():
+    router, gate_up, down = weights()
+    x = jax.random.normal(jax.random.key(3), (4, D))
+    nothing = (jnp.full_like(gate_up, jnp.nan), jnp.full_like(down, jnp.nan))
+    assert not moe(x, router, *nothing, top_k=2, normalize=True, act="silu", real=jnp.zeros(4, bool)).any()
+
+
 def test_bfloat16_stays_close_and_keeps_its_dtype():
     args = weights(jnp.bfloat16)
     x = jax.random.normal(jax.random.key(0), (9, D), jnp.bfloat16)
@@ -103,7 +127,7 @@ def test_on_hopper_the_kernels_give_the_same(stacked, monkeypatch):
         jax.random.normal(k, s, jnp.bfloat16) / s[-1] ** 0.5 for k, s in zip(keys, shapes, strict=True)
     )
     stacks, layer = ((gate_up, down), 1) if stacked else ((gate_up[1], down[1]), None)
-    how = {"top_k": 2, "normalize": False, "act": "silu"}
+    how = {"top_k": 2, "normalize": False, "act": "silu", "real": jnp.arange(9) < 7}
     expected = moe(x, 9 * router, *stacks, layer=layer, **how)
     monkeypatch.setattr(paged_attention, "preferred", lambda: "mosaic_gpu")
     monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 3)

@@ -48,7 +48,7 @@ def build_params(model: Model, weights: dict[str, np.ndarray]) -> dict[str, Any]
 def run_step(
     model: Model, params: Any, kv: dict[str, KVCache], batch: StepBatch
 ) -> tuple[jax.Array, dict[str, KVCache]]:
-    hidden, kv = forward(model, params, kv, batch)
+    hidden, kv, _ = forward(model, params, kv, batch)
     return model.logits(params, hidden), kv
 
 

@@ -90,8 +90,9 @@ def inputs(case: Case):
     return jnp.asarray(x, case.dtype), jnp.asarray(logits, jnp.float32), *stacks
 
 
-def run(x, logits, gate_up, down, case: Case, layer=LAYER):
-    options = {"top_k": case.top_k, "normalize": case.normalize}
+def run(x, logits, gate_up, down, case: Case, layer=LAYER, real=None):
+    real = None if real is None else jnp.asarray(real)
+    options = {"top_k": case.top_k, "normalize": case.normalize, "real": real}
     if ON_GPU:
         return fused_moe(x, logits, gate_up, down, layer, **options)
     return mosaic_gpu.fused_moe(x, logits, gate_up, down, layer, **options, interpret=True)
@@ -140,7 +141,14 @@ INTERPRET = {} if ON_GPU else {"interpret": True}
 def rows_of(picks, num_pairs: int, tile_rows: int):
     """The tiles, and the row of each pick, `[top_k, tokens]`, if all tokens are of the first block."""
     work, first_row = plan(picks, num_pairs, tile_rows)
-    return work, np.asarray(first_row)[0][np.asarray(picks.expert)] + np.asarray(picks.rank)
+    places = np.asarray(first_row)[0][np.asarray(picks.expert)] + np.asarray(picks.rank)
+    return work, np.where(np.asarray(picks.rank) < 0, max_rows(num_pairs, first_row.shape[1]) - 1, places)
+
+
+def some_real(num_tokens: int):
+    """Three tokens of four are real, and none of the last five."""
+    row = np.arange(num_tokens)
+    return (row % 4 != 1) & (row < num_tokens - 5)
 
 
 def hard_logits(num_tokens: int):
@@ -154,30 +162,33 @@ def hard_logits(num_tokens: int):
 @interpreted
 @pytest.mark.parametrize("normalize", [True, *slow(False)])
 def test_routing_in_one_kernel_gives_what_xla_gives(normalize):
+    real = some_real(9) if normalize else np.ones(9, bool)
     x, logits = jax.random.normal(jax.random.key(0), (9, 128), jnp.bfloat16), hard_logits(9)
     up, _ = mosaic_gpu.tilings(9, 8, 128, 128, 64)
     gate_up = jnp.zeros((1, 128, 128, 128), x.dtype)
     rows, work, places, weights = mosaic_gpu_route.route_and_permute(
-        x, logits, gate_up, 0, 8, up, normalize=normalize, **INTERPRET
+        x, logits, jnp.asarray(real), gate_up, 0, 8, up, normalize=normalize, **INTERPRET
     )
-    picks, expected_weights = mosaic_gpu.route(logits, 8, normalize)
+    picks, expected_weights = mosaic_gpu.route(logits, jnp.asarray(real), 8, normalize)
     expected, expected_places = rows_of(picks, 72, 64)
     num_tiles = int(expected.num_tiles[0])
+    assert int(jnp.sum(expected.num_rows[:num_tiles])) == 8 * real.sum()
     assert int(work.num_tiles[0]) == num_tiles
     for field in ("expert", "row", "num_rows"):
         np.testing.assert_array_equal(getattr(work, field)[:num_tiles], getattr(expected, field)[:num_tiles])
     np.testing.assert_array_equal(places, expected_places)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
-    np.testing.assert_array_equal(rows[places], jnp.broadcast_to(x, (8, *x.shape)))
+    np.testing.assert_array_equal(rows[places[:, real]], jnp.broadcast_to(x[real], (8, *x[real].shape)))
 
 
 @interpreted
 @pytest.mark.parametrize("num_tokens", [70, *slow(64, 131)])
 def test_choices_by_blocks_lead_to_the_same_rows(num_tokens):
     normalize = num_tokens == 64
+    real = np.ones(num_tokens, bool) if normalize else some_real(num_tokens)
     x, logits = jax.random.normal(jax.random.key(0), (num_tokens, 128), jnp.bfloat16), hard_logits(num_tokens)
-    picks, weights = mosaic_gpu_choose.choose(logits, 8, normalize=normalize, **INTERPRET)
-    whole, expected_weights = mosaic_gpu.route(logits, 8, normalize)
+    picks, weights = mosaic_gpu_choose.choose(logits, jnp.asarray(real), 8, normalize=normalize, **INTERPRET)
+    whole, expected_weights = mosaic_gpu.route(logits, jnp.asarray(real), 8, normalize)
     expected, expected_places = rows_of(whole, 8 * num_tokens, 64)
     work, first_row = plan(picks, 8 * num_tokens, 64)
     jax.tree.map(np.testing.assert_array_equal, work, expected)
@@ -186,7 +197,41 @@ def test_choices_by_blocks_lead_to_the_same_rows(num_tokens):
     )
     np.testing.assert_array_equal(places, expected_places)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
-    np.testing.assert_array_equal(rows[places], jnp.broadcast_to(x, (8, *x.shape)))
+    np.testing.assert_array_equal(rows[places[:, real]], jnp.broadcast_to(x[real], (8, *x[real].shape)))
+
+
+PADDED = {  # by each way to make the choices
+    "route": Case(tokens=9, experts=64, top_k=2, D=128),
+    "choose": Case(tokens=70, experts=64, top_k=2, D=128, normalize=False),
+    "xla": Case(tokens=9, experts=8, top_k=2, D=128),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["route", *slow("choose", "xla")])
+def test_padding_picks_no_expert_and_changes_no_real_token(name):
+    case = PADDED[name]
+    real = some_real(case.tokens)
+    x, logits, *stacks = inputs(case)
+    picked = np.unique(np.argsort(-np.asarray(logits), axis=1)[real, : case.top_k])
+    unpicked = np.setdiff1d(np.arange(case.experts), picked)
+    logits = jnp.where(real[:, None], logits, 9.0 * np.isin(np.arange(case.experts), unpicked[: case.top_k]))
+    clean = [jnp.nan_to_num(stack, nan=0.1) for stack in stacks]
+    everyone = np.asarray(run(x, logits, *clean, case), np.float32)
+    poisoned = [stack.at[:, unpicked].set(jnp.nan) for stack in clean]
+    got = np.asarray(run(jnp.where(real[:, None], x, jnp.nan), logits, *poisoned, case, real=real), np.float32)
+    np.testing.assert_array_equal(got[real], everyone[real])
+    assert not got[~real].any()
+    assert everyone.any(axis=1).all()  # with experts, no row would be zero
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["route", "choose", *slow("xla")])
+def test_padding_alone_reads_no_weights(name):
+    case = PADDED[name]
+    x, logits, *stacks = inputs(case)
+    nothing = [jnp.full_like(stack, jnp.nan) for stack in stacks]
+    assert not run(x, logits, *nothing, case, real=np.zeros(case.tokens, bool)).any()
 
 
 NOT_NUMBERS = Case(tokens=3, experts=64, top_k=2, D=128)
@@ -202,6 +247,7 @@ def test_what_is_not_a_number_in_one_token_harms_no_other(case, value):
     expected = np.asarray(run(x, logits, *stacks, case), np.float32)
     got = np.asarray(run(x.at[2, 7].set(value), logits.at[1].set(value), *stacks, case), np.float32)
     assert not np.isfinite(got[2]).all()
+    assert np.isinf(value) or not got[1].any()
     np.testing.assert_array_equal(np.delete(got, [1, 2], axis=0), np.delete(expected, [1, 2], axis=0))
 
 

@@ -72,7 +72,7 @@ def test_the_window_holds_one_minute_by_the_second():
 
 
 def record(step: int, start: float, duration: float, num_new_tokens: int) -> StepRecord:
-    return StepRecord(step, start, duration, 1, 0, 0, 0, 0, num_new_tokens, 1, 0, 0.0)
+    return StepRecord(step, start, duration, 1, 0, 0, 0, 0, num_new_tokens, 1, 0, 0.0, 0)
 
 
 def test_tokens_a_second_are_those_of_the_last_seconds():

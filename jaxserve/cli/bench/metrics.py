@@ -9,7 +9,10 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.metrics import StepRecord
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -109,6 +112,17 @@ def summary(
     for name, values in samples_ms(done).items():
         result |= spread(values, f"{name}_ms", percents)
     return result
+
+
+def experts_read(steps: "Iterable[StepRecord]", num_requests: int) -> dict[str, float]:
+    """The fields of a run's result on the weights of experts that its steps have read; none for a dense model."""
+    num_bytes = [step.expert_bytes for step in steps]
+    if not sum(num_bytes) or not num_requests:
+        return {}
+    return {
+        "expert_bytes_per_step": statistics.fmean(num_bytes),
+        "expert_bytes_per_request": sum(num_bytes) / num_requests,
+    }
 
 
 def meets(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:

@@ -13,7 +13,7 @@ import typer
 from jaxserve.cli import engine as driver
 from jaxserve.cli.bench import engine as bench_engine
 from jaxserve.cli.bench.energy import Energy, used
-from jaxserve.cli.bench.metrics import RequestRecord, parse_goodput, parse_percentiles, summary
+from jaxserve.cli.bench.metrics import RequestRecord, experts_read, parse_goodput, parse_percentiles, summary
 from jaxserve.cli.options import ENGINE_OPTIONS, ProfileOption, takes
 from jaxserve.cli.output import require_writable, show
 from jaxserve.exceptions import RequestError
@@ -114,6 +114,7 @@ def serve(
             _say_that_all_failed(run)
         return
     result = summary(run.records, run.duration_s, percents=percents, goodput_ms=limits)
+    result |= experts_read(run.steps, result["completed"])
     result |= used(joules, result["total_input_tokens"] + result["total_output_tokens"])
     show(result, f"bench serve, {request_rate:g} requests/s", as_json=as_json, file=output_json)
     if plot:
