@@ -50,8 +50,8 @@ class CacheOptions:
     """
 
     page_size: int | None = None  # tokens; None = 16 on CPU, 64 elsewhere
-    num_pages: int | None = None  # overrides what memory would allow (tests force pre-emption with it)
-    kv_cache_memory_bytes: int | None = None  # None = from device_memory_utilization; 1 GiB on CPU
+    num_pages: int | None = None  # in all, overrides what memory would allow (tests force pre-emption with it)
+    kv_cache_memory_bytes: int | None = None  # of each device; None = from device_memory_utilization; 1 GiB on CPU
     device_memory_utilization: float = 0.9  # share for weights and pool together
     enable_prefix_caching: bool = True
 
@@ -64,6 +64,24 @@ class CacheOptions:
         _flag("enable_prefix_caching", self.enable_prefix_caching)
         if not 0.0 < self.device_memory_utilization <= 1.0:
             raise ParameterError("device_memory_utilization", self.device_memory_utilization, "in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How many devices share the model: the product of both, the first ones that JAX finds.
+
+    Weights are split over all of them. Tensor parallelism also splits the KV cache by heads, as far as there are KV
+    heads; KV parallelism splits it by pages, so that it holds more, and long contexts are read by all devices at once.
+    """
+
+    tensor_parallel_size: int = 1
+    kv_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "kv_parallel_size"):
+            if getattr(self, name) is None:
+                raise ParameterError(name, None, "an integer >= 1")
+            _at_least(name, getattr(self, name), 1, 2**16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +144,7 @@ class EngineConfig:
 
     model: ModelOptions
     cache: CacheOptions
+    parallel: ParallelOptions
     scheduler: SchedulerOptions
     runtime: RuntimeOptions
 
@@ -140,6 +159,7 @@ class EngineConfig:
         groups = {
             "model": ModelOptions,
             "cache": CacheOptions,
+            "parallel": ParallelOptions,
             "scheduler": SchedulerOptions,
             "runtime": RuntimeOptions,
         }
@@ -165,6 +185,7 @@ class RunnerConfig:
     mixed_decode_rows: tuple[int, ...]  # B of the steps that hold prefill rows too
     prefill_tokens: tuple[int, ...]  # T, ascending
     padded_decode_rows: tuple[int, ...] = ()  # those B whose rows the largest T does without, so that B + T fits it
+    kv_parallel_size: int = 1  # ranks that share the pages, each with a null page
 
     @property
     def max_pages(self) -> int:
@@ -185,6 +206,9 @@ def resolve(
 ) -> tuple[SchedulerConfig, RunnerConfig]:
     """Turns "auto" into numbers for this backend.
 
+    Args:
+        model: as one device runs it, like params_bytes.
+
     Raises:
         ValueError: the KV pool cannot hold one request of max_model_len; the message gives the feasible length.
     """
@@ -193,8 +217,9 @@ def resolve(
     options = config.scheduler
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
-    num_pages = _num_pages(config.cache, model, page_size, params_bytes, dtype_bytes, on_cpu)
-    max_model_len = _max_model_len(config, model, num_pages, page_size)
+    ranks = config.parallel.kv_parallel_size
+    num_pages = _num_pages(config.cache, model, page_size, params_bytes, dtype_bytes, on_cpu, ranks)
+    max_model_len = _max_model_len(config, model, num_pages - ranks, page_size)
     if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
         budget = max(budget, max_model_len)
     tokens = _prefill_buckets(16 if on_cpu else 256, budget)
@@ -229,6 +254,7 @@ def resolve(
         mixed_decode_rows=tuple(sorted(mixed)),
         prefill_tokens=tokens,
         padded_decode_rows=tuple(padded),
+        kv_parallel_size=ranks,
     )
     return scheduler, runner
 
@@ -245,9 +271,20 @@ def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
 
 
 def _num_pages(
-    cache: CacheOptions, model: ModelConfig, page_size: int, params_bytes: int, dtype_bytes: int, on_cpu: bool
+    cache: CacheOptions,
+    model: ModelConfig,
+    page_size: int,
+    params_bytes: int,
+    dtype_bytes: int,
+    on_cpu: bool,
+    num_ranks: int,
 ) -> int:
     if cache.num_pages is not None:
+        if cache.num_pages % num_ranks or cache.num_pages < 2 * num_ranks:
+            raise ValueError(
+                f"num_pages must be a multiple of kv_parallel_size {num_ranks} and hold two pages for each rank, got "
+                f"{cache.num_pages}; give {max(2, -(-cache.num_pages // num_ranks)) * num_ranks}"
+            )
         return cache.num_pages
     page_bytes = page_size * kv_bytes_per_token(model, dtype_bytes)
     budget = cache.kv_cache_memory_bytes
@@ -262,11 +299,11 @@ def _num_pages(
             f"no room for a KV pool: {budget} bytes are left after {params_bytes} bytes of weights, a page takes "
             f"{page_bytes}; raise device_memory_utilization or kv_cache_memory_bytes"
         )
-    return budget // page_bytes
+    return budget // page_bytes * num_ranks
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int, page_size: int) -> int:
-    feasible = (num_pages - 1) * page_size  # page 0 is the null page
+def _max_model_len(config: EngineConfig, model: ModelConfig, num_usable: int, page_size: int) -> int:
+    feasible = num_usable * page_size
     wanted = config.model.max_model_len
     if wanted is None:
         return min(model.max_position_embeddings, feasible)
@@ -276,7 +313,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int, pag
         )
     if wanted > feasible:
         raise ValueError(
-            f"the KV pool holds {feasible} tokens ({num_pages - 1} pages of {page_size}), less than one request of "
+            f"the KV pool holds {feasible} tokens ({num_usable} pages of {page_size}), less than one request of "
             f"max_model_len {wanted}; lower max_model_len to {feasible} or raise kv_cache_memory_bytes"
         )
     return wanted

@@ -15,9 +15,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxserve.layers.linear import Weight, linear
-from jaxserve.layers.mlp import Act, mlp
+from jaxserve.layers.mlp import Act, local_mlp
 from jaxserve.pallas_kernels import grouped_matmul, paged_attention
 from jaxserve.pallas_kernels.fallback import say_once
+from jaxserve.sharding.collectives import all_reduce, first_of_rank, num_ranks
 
 
 def route(
@@ -48,7 +49,7 @@ def moe(
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of weight_e * mlp(x, gate_up[e], down[e])`, summed in float32.
 
-    The second result is how many experts were picked.
+    The second result is how many experts were picked. On a mesh gate_up and down hold this rank's experts.
 
     Args:
         router: [E, D]. gate_up: [E, 2F, D]. down: [E, D, F].
@@ -66,11 +67,22 @@ def moe(
     if real is not None:  # beyond the last expert: pairs that no block takes, and that are not counted
         experts = jnp.where(real[:, None], experts, router.shape[0])
         weights = jnp.where(real[:, None], weights, 0.0)
+    num_picked = _num_picked(experts, router.shape[0])
+    if num_ranks() > 1:  # likewise pairs with other ranks' experts
+        size = gate_up.shape[1]
+        local = experts - first_of_rank(size)
+        mine = (local >= 0) & (local < size) & (experts < router.shape[0])
+        experts, weights = jnp.where(mine, local, size), jnp.where(mine, weights, 0.0)
     order = jnp.argsort(experts.reshape(-1))  # pairs (token, choice), by expert
-    counts = jnp.bincount(experts.reshape(-1), length=router.shape[0])
+    counts = jnp.bincount(experts.reshape(-1), length=gate_up.shape[1])
     y = _expert_mlps(x[order // top_k], counts, gate_up, down, layer, act)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*experts.shape, -1)
-    return grouped_matmul.combine(y, weights, axis=1).astype(x.dtype), jnp.sum(counts > 0, dtype=jnp.int32)
+    return all_reduce(grouped_matmul.combine(y, weights, axis=1).astype(x.dtype)), num_picked
+
+
+def _num_picked(experts: Array, num_experts: int) -> Array:
+    """How many different ones of `[0, num_experts)` there are, i32 []."""
+    return jnp.sum(jnp.bincount(experts.reshape(-1), length=num_experts) > 0, dtype=jnp.int32)
 
 
 def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:
@@ -78,6 +90,8 @@ def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:
     if paged_attention.preferred() != "mosaic_gpu":
         return False
     reason = grouped_matmul.unsupported(x, gate_up, down, act)
+    if num_ranks() > 1:
+        reason = "the kernels know no experts of other ranks"
     if reason is not None:
         say_once("a mixture of experts", reason)
     return reason is None
@@ -104,7 +118,7 @@ def _expert_mlps(rows: Array, counts: Array, gate_up: Any, down: Any, layer: int
         e = jnp.searchsorted(ends, i, side="right")
         start = starts[e] + size * (i - (ends[e] - num_blocks[e]))
         gate_up_e, down_e = jax.tree.map(lambda w: w[layer, e], (gate_up, down))
-        block = mlp(jax.lax.dynamic_slice_in_dim(padded, start, size), gate_up_e, down_e, act=act)
+        block = local_mlp(jax.lax.dynamic_slice_in_dim(padded, start, size), gate_up_e, down_e, act=act)
         return jax.lax.dynamic_update_slice_in_dim(y, block, start, 0)
 
     return jax.lax.fori_loop(0, ends[-1], turn, jnp.zeros_like(padded))[: rows.shape[0]]

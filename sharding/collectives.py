@@ -1,5 +1,8 @@
 """The collectives of a step. Without a mesh each of them is the identity, and costs nothing."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -27,37 +30,35 @@ def all_reduce(x: Array) -> Array:
     return x if num_ranks() == 1 else jax.lax.psum(x, FLAT)
 
 
-def all_gather_rows(x: Array) -> Array:
-    """All ranks' rows, one rank's after the other's, on all of them. For small arrays."""
-    return x if num_ranks() == 1 else jax.lax.all_gather(x, FLAT, axis=0, tiled=True)
-
-
-def exchange_columns_for_rows(x: Array) -> Array:
-    """All columns of this rank's share of the rows, given this rank's columns of all rows: x [R, C] -> [R / n, n * C].
-
-    R must be a multiple of the n ranks.
-    """
-    return x if num_ranks() == 1 else jax.lax.all_to_all(x, FLAT, split_axis=0, concat_axis=1, tiled=True)
-
-
-def rows_of_rank(x: Array) -> Array:
-    """This rank's share of rows that all ranks have: what `all_gather_rows` undoes."""
-    size = x.shape[0] // num_ranks()
-    return x if num_ranks() == 1 else jax.lax.dynamic_slice_in_dim(x, first_of_rank(size), size)
-
-
-def first_largest(x: Array, column: int | Array) -> Array:
-    """Index of the first largest entry of each row over all ranks' columns, i32 [R].
+def share_rows(function: Callable[..., Any], columns: Array, num_columns: int, *rows: Array) -> Any:
+    """`function(columns, *rows)`, for which each rank computes its share of the rows: one all_to_all of `columns`.
 
     Args:
-        x: f32 [R, C]. column: index of this rank's first one among all.
+        columns: [R, C], those that this rank has of `num_columns`.
+        rows: [R, ...], which all ranks have.
     """
-    top = jnp.max(x, axis=-1, keepdims=True)
-    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    best = jnp.min(jnp.where(x == top, ids, x.shape[1] - 1), axis=-1)  # XLA's argmax is 6 times slower on CPU
     if num_ranks() == 1:
-        return best
-    found = jnp.stack([jax.lax.bitcast_convert_type(top[:, 0], jnp.int32), best + column], axis=-1)
-    tops, places = jnp.moveaxis(jax.lax.all_gather(found, FLAT), -1, 0)  # [n, R] each
-    tops = jax.lax.bitcast_convert_type(tops, jnp.float32)
-    return jnp.min(jnp.where(tops == jnp.max(tops, axis=0), places, jnp.iinfo(jnp.int32).max), axis=0)
+        return function(columns, *rows)
+    num_rows, missing = columns.shape[0], -columns.shape[0] % num_ranks()
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)))
+
+    def mine(x: Array) -> Array:
+        size = x.shape[0] // num_ranks()
+        return jax.lax.dynamic_slice_in_dim(x, first_of_rank(size), size)
+
+    whole = jax.lax.all_to_all(padded(columns), FLAT, split_axis=0, concat_axis=1, tiled=True)[:, :num_columns]
+    found = function(whole, *(mine(padded(x)) for x in rows))
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, FLAT, axis=0, tiled=True)[:num_rows], found)
+
+
+def best_of_ranks(values: Array, ids: Array) -> Array:
+    """The id with the largest value among one of each rank, the smallest such id: f32 [R], i32 [R] -> i32 [R]."""
+    if num_ranks() == 1:
+        return ids
+    mine = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), ids])
+    bits, ids = jnp.moveaxis(jax.lax.all_gather(mine, FLAT), 1, 0)  # [n, R] each
+    values = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    is_best = values == jnp.max(values, axis=0, keepdims=True)
+    return jnp.min(jnp.where(is_best, ids, jnp.max(ids, axis=0, keepdims=True)), axis=0)

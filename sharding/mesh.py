@@ -8,12 +8,13 @@ Kernels are custom calls, which XLA cannot split by itself; and this way a step 
 names (`jaxserve.sharding.collectives`) and no others.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 AXES = ("kv", "tp")
 FLAT = ("tp", "kv")  # both as one: heads are split over tp first, then within kv
@@ -37,9 +38,22 @@ def make_mesh(kv_parallel_size: int, tensor_parallel_size: int) -> Mesh | None:
     return Mesh(np.array(devices[:size]).reshape(kv_parallel_size, tensor_parallel_size), AXES)
 
 
-def on_ranks(mesh: Mesh | None, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` run by every rank on its parts of the arguments; `function` itself without a mesh."""
+def replicated(mesh: Mesh | None) -> Sharding | None:
+    """The place of what all ranks have; None (the default device) without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, EVERYWHERE)
+
+
+def bytes_a_device(leaf: jax.Array) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def on_ranks(mesh: Mesh | None, function: Callable, specs: Callable[[], tuple[Any, Any]]) -> Callable:
+    """`function` run by every rank on its parts of the arguments; `function` itself without a mesh.
+
+    `specs` gives where the arguments and the results are.
+    """
     if mesh is None:
         return function
+    in_specs, out_specs = specs()
     # Results that every rank computes alike are not checked: kernels say nothing about that
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -127,7 +127,7 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
         if reader.soft_cap is not None:
             scores = reader.soft_cap * jnp.tanh(scores / reader.soft_cap)
         distance = row_position - _positions(sequences, at, reader)[:, None, None, :]
-        visible = (distance >= 0) & (at < kv_lens[:, None])[:, None, None, :]
+        visible = distance >= 0
         if reader.sliding_window is not None:
             visible &= distance < reader.sliding_window
         scores = jnp.where(visible, scores, NOTHING)
@@ -158,11 +158,12 @@ def _visible_blocks(positions: Array, window: int | None, block: int) -> tuple[A
 
 
 def _positions(sequences: Array, at: Array, reader: _Reader) -> Array:
-    """Positions in their sequences of the slots [W, block] of their tables."""
-    numbers, page_size = reader.batch.page_numbers, reader.kv.page_size
-    if numbers is None:
+    """Positions in their sequences of the slots [W, block] of their tables; none for slots past the last."""
+    numbers, lens, page_size = reader.batch.page_numbers, reader.batch.own_lens, reader.kv.page_size
+    if numbers is None or lens is None:
         return at
-    return numbers.at[sequences[:, None], at // page_size].get(mode="clip") * page_size + at % page_size
+    page = numbers.at[sequences[:, None], at // page_size].get(mode="clip")
+    return jnp.where(at < lens[sequences][:, None], page * page_size + at % page_size, jnp.iinfo(jnp.int32).max)
 
 
 def _cache_rows(sequences: Array, at: Array, reader: _Reader) -> Array:
