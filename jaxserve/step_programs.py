@@ -183,7 +183,6 @@ def sample_step(
 ) -> tuple[Sampled, SequenceState, SamplingState]:
     """Logits of hidden [R, D] and one draw a row; slots i32 [R] (dummy = does not sample). Donates the two states."""
 
-
     def run(head: dict, hidden: Array, slots: Array, sequences: SequenceState, sampling: SamplingState) -> tuple:
         return sample(model.logits(head, hidden), slots, sequences, sampling, features)
 

@@ -3,9 +3,11 @@
 How this works: everything that a request asks of its sampling lives in `SamplingState`, one row a slot, written when
 the request gets its slot. A step names the slots of its rows; `sample` reads their rows, edits the logits, draws, and
 writes back what the next step needs. Noise is keyed by (seed, position), so batch mates, slots and pre-emption change
-nothing. On a mesh greedy tokens come from each rank's best; else each rank draws for its share of the rows, and one
-all_to_all gives it their whole logits. A row whose features a program lacks must not be in it; a program with more features than its rows need gives
+nothing. A row whose features a program lacks must not be in it; a program with more features than its rows need gives
 the same tokens.
+
+On a mesh each rank has the logits of a part of V. A program that can do nothing but take the largest compares the best
+of each rank; in others each rank does all of this for its share of the rows, whose logits one all_to_all brings it.
 """
 
 import dataclasses
@@ -167,7 +169,9 @@ def _greedy(logits: Array, vocab_size: int) -> Array:
     return best_of_ranks(jnp.max(logits, axis=-1), _argmax(logits) + first)
 
 
-def _pick(logits: Array, slots: Array, positions: Array, sampling: SamplingState, features: SamplingFeatures) -> Sampled:
+def _pick(
+    logits: Array, slots: Array, positions: Array, sampling: SamplingState, features: SamplingFeatures
+) -> Sampled:
     """One token a row, -1 where all are forbidden: logits f32 [R, V]."""
     edited = logits
     if features.edits:

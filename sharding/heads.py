@@ -42,6 +42,6 @@ def head_layout(num_heads: int, num_kv_heads: int, kv: int, tp: int) -> HeadLayo
 
 
 def rows_of_heads(heads: np.ndarray, head_dim: int, first: int = 0) -> np.ndarray:
-    """Rows `first + head * head_dim + [0, head_dim)` of each head, NONE for padding: [..., n] -> [..., n * head_dim]."""
+    """Rows `first + head * head_dim + [0, head_dim)` of each head, NONE for padding: [..., n * head_dim]."""
     rows = first + heads[..., None] * head_dim + np.arange(head_dim)
     return np.where(heads[..., None] == NONE, NONE, rows).reshape(*heads.shape[:-1], -1)

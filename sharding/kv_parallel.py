@@ -1,9 +1,10 @@
 """KV parallelism (Helix, arXiv 2507.07120): each rank of `kv` attends to its own pages, then results are merged.
 
 How this works: rank r owns the pages `[r * n, (r + 1) * n)` of all, and its first one is its null page. `own_page` and
-`own_pages` turn what a step says of pages into what concerns this rank. After attention every rank of `kv` has a part of
-the result of each query head. One all_to_all gives each rank the parts of its share of the heads, and they are merged by
-their log-sum-exp. Prompts and decodes go the same way. Without a mesh, or with one rank of `kv`, all are the identity.
+`own_pages` turn what a step says of pages into what concerns this rank. After attention every rank of `kv` has a part
+of the result of each query head. One all_to_all gives each rank the parts of its share of the heads, and they are
+merged by their log-sum-exp. Prompts and decodes go the same way. Without a mesh, or with one rank of `kv`, all are the
+identity.
 """
 
 import dataclasses
@@ -56,15 +57,16 @@ def merge_over_kv(out: Array, lse: Array) -> Array:
         return out
     parts = jax.lax.all_to_all(_pack(out, lse), AXIS, split_axis=1, concat_axis=0)  # a new axis 0, of ranks
     outs, lses = _unpack(parts, out)
-    top = jnp.max(lses, axis=0)
+    top = jnp.max(lses, axis=0, keepdims=True)
     weights = jnp.exp(lses - jnp.where(top == -jnp.inf, 0.0, top))
-    total = jnp.sum(weights, axis=0)
+    total = jnp.sum(weights, axis=0)  # 0 where no rank has seen anything
     merged = jnp.sum(outs.astype(jnp.float32) * weights[..., None], axis=0)
     return (merged / jnp.where(total == 0.0, 1.0, total)[..., None]).astype(out.dtype)
 
 
 def _pack(out: Array, lse: Array) -> Array:
-    """Both in one array, [rows, N / kv, ...] for each rank: [rows, kv, N / kv, H + bytes of a float32 in out's dtype]."""
+    """Both in one array, by the rank that gets it: [rows, kv, N / kv, H + 1 or 2], as a float32 has 1 or 2 of `out`'s
+    elements."""
     bits = jax.lax.bitcast_convert_type(lse, out.dtype).reshape(*lse.shape, -1)
     packed = jnp.concatenate([out, bits], axis=-1)
     return packed.reshape(packed.shape[0], axis_size(AXIS), -1, packed.shape[-1])

@@ -24,19 +24,19 @@ class Placement:
 
     def put(self, leaf: Any) -> jax.Array:
         """The leaf on its devices; it may keep the memory of a numpy array."""
+        take = _take_numpy if isinstance(leaf, np.ndarray) else _take
         for axis, rows in self.order.items():
-            take = _take_numpy if isinstance(leaf, np.ndarray) else _take
             leaf = take(leaf, rows, axis)
         return jax.device_put(leaf, self.sharding, may_alias=True)
 
 
-def _take_numpy(leaf: np.ndarray, rows: np.ndarray, axis: int) -> np.ndarray:
+def _take_numpy(leaf: Any, rows: np.ndarray, axis: int) -> np.ndarray:
     out = np.take(leaf, np.maximum(rows, 0), axis)
     np.moveaxis(out, axis, 0)[rows == NONE] = 0
     return out
 
 
-def _take(leaf: jax.Array, rows: np.ndarray, axis: int) -> jax.Array:
+def _take(leaf: Any, rows: np.ndarray, axis: int) -> jax.Array:
     return jnp.take(leaf, np.where(rows == NONE, leaf.shape[axis], rows), axis, mode="fill", fill_value=0)
 
 

@@ -37,7 +37,7 @@ def spec_of(axes: Axes) -> PartitionSpec:
     taken = [axis for place in places for axis in place]
     if len(taken) != len(set(taken)):
         raise ValueError(f"logical axes {tuple(axes)} collide: they ask for mesh axes {taken}; name one of them None")
-    return PartitionSpec(*((place if len(place) > 1 else place[0]) if place else None for place in places))
+    return PartitionSpec(*(place or None for place in places))
 
 
 def param_specs(params: Any, axes: Mapping[str, Axes]) -> Any:

@@ -40,7 +40,9 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     "page_size": Opt(int, "Tokens in a page of the KV cache.", unset="16 on CPU, 64 elsewhere"),
     "num_pages": Opt(int, "Pages of the KV cache, on all devices together.", unset="what its memory holds"),
     "device_memory_utilization": Opt(float, "Share of JAX's device memory for weights and KV pool.", unset="0.9"),
-    "kv_cache_memory_bytes": Opt(int, "Bytes of the KV cache on each device.", unset="1 GiB on CPU, what the weights leave elsewhere"),
+    "kv_cache_memory_bytes": Opt(
+        int, "Bytes of the KV cache on each device.", unset="1 GiB on CPU, what the weights leave elsewhere"
+    ),
     "tensor_parallel_size": Opt(int, "Devices that share the weights, and the KV cache by heads.", unset="1"),
     "kv_parallel_size": Opt(
         int,
