@@ -282,7 +282,7 @@ def test_the_host_holds_one_leaf_at_a_time(tmp_path):
 
     checkpoint.read_into = counting
     model = load(str(tmp_path), dtype="float32").model
-    places = dict.fromkeys(leaves_of(model.abstract_params("float32")))
+    places = leaves_of(model.placements(None))
     for path, _ in checkpoint.leaves(model, "float32", places):
         # All parts of this leaf were read, and nothing of another.
         assert len(live) == {"qkv": 3, "gate_up": 2}.get(path[-1], 1)
