@@ -4,6 +4,7 @@
                             512 rows TFLOP/s; the peers are JAX's ragged_dot_mgpu, and XLA's matmul of 8192^3
     grouped_moe_T_tokens    a whole layer with its router for T tokens, top 8: microseconds at one token, then TB/s of
                             the weights of the experts that were picked, from 8,192 tokens TFLOP/s
+    grouped_moe_T_of_B      the same where only T of B rows are real: the others are padding, and read nothing
     grouped_moe_T_skewed    the same where a tenth of the experts gets most of the tokens
 
 Layers follow each other as in a model, each with weights of its own, in one XLA program.
@@ -23,7 +24,7 @@ from jax import Array
 from benchmarks._report import Row, report
 from benchmarks.paged_attention import timed
 from jaxserve.layers.linear import fan_in
-from jaxserve.layers.moe import moe, route
+from jaxserve.layers.moe import moe
 from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul import grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.work import max_rows, picks_of, plan
@@ -47,29 +48,29 @@ def skewed(p: dict[str, Array]) -> dict[str, Array]:
     return {**p, "router": p["router"] * scale[None, :, None]}
 
 
-@functools.partial(jax.jit, static_argnames="count")
-def run_layers(x: Array, p: dict[str, Array], layers: Array, *, count: bool) -> tuple[Array, Array]:
-    """The rows behind all these layers and, with `count`, the number of experts read."""
+@jax.jit
+def run_layers(x: Array, real: Array, p: dict[str, Array], layers: Array) -> tuple[Array, Array]:
+    """The rows behind all these layers, and the number of experts read."""
 
     def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        x, num_experts = carry
+        x, experts_read = carry
         layer = jax.lax.dynamic_index_in_dim(layers, i, keepdims=False)
         router = jax.lax.dynamic_index_in_dim(p["router"], i % LAYERS, keepdims=False)
-        if count:
-            picked = jnp.zeros(E, bool).at[route(x, router, TOP_K, normalize=True)[1].reshape(-1)].set(True)
-            num_experts += jnp.sum(picked, dtype=jnp.int32)
-        how = {"top_k": TOP_K, "normalize": True, "act": "silu", "layer": layer}
-        return x + moe(x, router, p["gate_up"], p["down"], **how)[0], num_experts
+        how = {"top_k": TOP_K, "normalize": True, "act": "silu", "layer": layer, "real": real}
+        out, num_experts = moe(x, router, p["gate_up"], p["down"], **how)
+        return x + out, experts_read + num_experts
 
     return jax.lax.fori_loop(0, CALLS, body, (x, jnp.int32(0)), unroll=8)
 
 
-def moe_row(num_tokens: int, p: dict[str, Array], *, skew: bool = False) -> Row:
-    x = jax.random.normal(jax.random.key(9), (num_tokens, D), jnp.bfloat16)
+def moe_row(num_tokens: int, p: dict[str, Array], *, skew: bool = False, rows: int = 0) -> Row:
+    """With `rows`, of which the tokens are the first."""
+    x = jax.random.normal(jax.random.key(9), (rows or num_tokens, D), jnp.bfloat16)
+    real = jnp.arange(x.shape[0]) < num_tokens
     layers = jnp.arange(CALLS, dtype=jnp.int32) % LAYERS
-    num_experts = float(run_layers(x, p, layers, count=True)[1]) / CALLS
-    seconds = timed(lambda: run_layers(x, p, layers, count=False), jax.block_until_ready) / CALLS
-    name = f"grouped_moe_{num_tokens}_{'skewed' if skew else 'tokens'}"
+    num_experts = float(run_layers(x, real, p, layers)[1]) / CALLS
+    seconds = timed(lambda: run_layers(x, real, p, layers), jax.block_until_ready) / CALLS
+    name = f"grouped_moe_{num_tokens}_{'skewed' if skew else f'of_{rows}' if rows else 'tokens'}"
     num_bytes, flops = num_experts * EXPERT_BYTES, num_tokens * TOP_K * EXPERT_BYTES
     if num_tokens == 1:
         most = 1e6 * num_bytes / (READ_TB_S * 1e12) + FIXED_US
@@ -114,6 +115,7 @@ def main() -> None:
     p = weights()
     measures = [functools.partial(matmul_row, num_rows, p) for num_rows in MATMULS]
     measures += [functools.partial(moe_row, num_tokens, p) for num_tokens in (1, 8, 64, 1024, 8192)]
+    measures += [functools.partial(moe_row, num_tokens, p, rows=rows) for num_tokens, rows in ((1, 8), (16, 272))]
     measures += [functools.partial(moe_row, num_tokens, skewed(p), skew=True) for num_tokens in (64, 8192)]
     rows = []
     for measure in measures:

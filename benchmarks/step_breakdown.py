@@ -57,6 +57,7 @@ def decode(llm: LLM, case: tpot.Case) -> list[tuple[float, float, str]]:
     for _ in range(3):
         while len(engine.step()) < case.batch:
             pass
+        engine.core.runner.wait_for_programs()  # without warm-up a larger one stands in at first
 
     def run() -> None:
         for _ in range(NUM_STEPS):

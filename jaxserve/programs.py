@@ -111,6 +111,11 @@ class Programs[K: Key]:
         """Whether the program of `key` itself is ready."""
         return key in self._ready
 
+    @property
+    def requested(self) -> list[Future]:
+        """All that was ever asked for in the background."""
+        return list(self._pending.values())
+
     def request(self, keys: Iterable[K]) -> list[Future]:
         """Starts to compile, in the background, what is neither ready nor on its way."""
         futures = []

@@ -310,7 +310,8 @@ class Runner:
     def _try(self, shape: StepShape) -> float:
         """Seconds of a step in this program, sampling included; before the first request.
 
-        Decode rows are padding, which reads no keys and values; prompts are made up and belong to the dummy slot.
+        Decode rows are padding, which reads no keys and values and picks no experts; prompts are made up and belong to
+        the dummy slot.
         """
         ints = np.full(shape.num_ints, self._dummy, np.int32)
         b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
@@ -329,6 +330,10 @@ class Runner:
         sampled, self._sequences, self._sampling = draw(self._head, hidden, rows, self._sequences, self._sampling)
         jax.block_until_ready(sampled.token_ids)
         return time.perf_counter() - start
+
+    def wait_for_programs(self) -> None:
+        """Returns when all programs that steps asked for are ready. Before that, larger ones may stand in for them."""
+        concurrent.futures.wait([job for table in self._tables for job in table.requested])
 
     @property
     def num_stalls(self) -> int:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 
 def rms_norm(
-    x: Float[Array, "*rows D"], w: Float[Array, " D"], eps: float, *, offset: float = 0.0
+    x: Float[Array, "*rows D"], w: Float[Array, "*last D"], eps: float, *, offset: float = 0.0
 ) -> Float[Array, "*rows D"]:
     """`x / sqrt(mean(x^2) + eps) * (offset + w)` over the last axis, in float32, rounded once to x.dtype.
 
@@ -15,5 +15,5 @@ def rms_norm(
     """
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    weight = jnp.expand_dims(offset + w.astype(jnp.float32), range(x.ndim - 1))
+    weight = jnp.expand_dims(offset + w.astype(jnp.float32), range(x.ndim - w.ndim))
     return (x32 * scale * weight).astype(x.dtype)

@@ -195,9 +195,10 @@ def compile_experts(num_tokens: int, struct: Callable[..., Any]) -> Any:
     L, E, D, F = 48, 128, 2048, 768
     shapes = {"x": (num_tokens, D), "router": (E, D), "gate_up": (L, E, 2 * F, D), "down": (L, E, D, F)}
     args = {name: struct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    args["real"] = struct((num_tokens,), jnp.bool_)
 
     def layer(args: dict[str, Any], layer: Any) -> Any:
-        return moe(**args, layer=layer, top_k=8, normalize=True, act="silu")
+        return moe(**args, layer=layer, top_k=8, normalize=True, act="silu")[0]
 
     return compile_for("cuda", layer, args, struct((), jnp.int32))
 

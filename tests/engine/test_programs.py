@@ -9,6 +9,7 @@ import jax
 import pytest
 from one_layer import LLAMA
 
+from jaxserve import SamplingParams
 from jaxserve.config import EngineConfig, prefill_seqs, resolve
 from jaxserve.layers.sampler import SamplingFeatures
 from jaxserve.models import get_model
@@ -61,6 +62,20 @@ def test_a_larger_ready_program_stands_in_while_the_exact_one_compiles(compiler)
     (job,) = programs.request([Size(2)])
     job.result(10)
     assert programs.get(Size(2))[0] == Size(2)
+
+
+def test_a_larger_program_stands_in_until_what_steps_asked_for_is_waited_for(make_llm):
+    llm = make_llm()
+    engine = llm.llm_engine
+    engine.add_request("0", [3, 4, 5], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False))
+    engine.step()
+    decode = engine.core.runner.shapes[0]
+    assert (decode.decode_rows, decode.prefill_tokens) == (2, 0)
+    while len(engine.step()) < 1:
+        pass
+    engine.core.runner.wait_for_programs()
+    assert engine.core.runner._forward.is_ready(decode)
+    llm.close()
 
 
 def test_a_smaller_program_never_stands_in(compiler):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.layers.decoder import forward
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, init_kv_cache
 from jaxserve.models import Model, get_model
 
@@ -76,3 +77,12 @@ def step(decode: list[tuple[int, int]], prefill: list[tuple[int, list[int]]], ta
         prefill=regions[1] if prefill else None,
     )
     return jax.tree.map(jnp.asarray, batch)
+
+
+def rows_and_cache(model: Model, params: dict):
+    """`forward` without its count of experts."""
+
+    def run(*args, **options):
+        return forward(model, params, *args, **options)[:2]
+
+    return run

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import GEMMA, LLAMA, MOE, make, page_table, step
+from steps import GEMMA, LLAMA, MOE, make, page_table, rows_and_cache, step
 
 from jaxserve.layers.decoder import forward, run_layers, stack_layers
 from jaxserve.layers.kv_cache import init_kv_cache
@@ -18,7 +18,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def jitted(model, params):
-    return functools.partial(jax.jit(functools.partial(forward, model), static_argnames="span"), params)
+    return jax.jit(rows_and_cache(model, params), static_argnames="span")
 
 
 @MODELS

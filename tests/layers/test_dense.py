@@ -1,16 +1,14 @@
 """Plain layers through the kernel that goes from attention to attention, interpreted, beside plain XLA."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from steps import GEMMA, LLAMA, page_table, step
+from steps import GEMMA, LLAMA, page_table, rows_and_cache, step
 
 from jaxserve.layers import dense
-from jaxserve.layers.decoder import forward, stack_layers
+from jaxserve.layers.decoder import stack_layers
 from jaxserve.layers.kv_cache import init_kv_cache
 from jaxserve.models import get_model
 from jaxserve.pallas_kernels.dense_layer import mosaic_gpu as dense_mosaic_gpu
@@ -50,7 +48,7 @@ def test_the_kernel_between_attentions_gives_what_xla_gives(monkeypatch):
     kv = init_kv_cache(model.config, num_pages=80, page_size=8, dtype=jnp.bfloat16)
     kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv)
     table = page_table(NUM_SEQS)
-    run = functools.partial(forward, model, params)
+    run = rows_and_cache(model, params)
     prompts = [list(range(3 + i, 6 + 2 * i)) for i in range(NUM_SEQS)]
     _, kv = run(kv, step([], [(0, prompt) for prompt in prompts], table), implementation="xla")
     assert not calls

@@ -1,15 +1,12 @@
 """A decode step through the Hopper kernels, interpreted, beside the same step in plain XLA."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from steps import GEMMA, LLAMA, page_table, step
+from steps import GEMMA, LLAMA, page_table, rows_and_cache, step
 
-from jaxserve.layers.decoder import forward
 from jaxserve.layers.kv_cache import init_kv_cache
 from jaxserve.models import get_model
 from jaxserve.pallas_kernels.paged_attention import mosaic_gpu
@@ -31,7 +28,7 @@ def test_the_kernels_give_what_xla_gives(hf, monkeypatch):
     kv = init_kv_cache(model.config, num_pages=33, page_size=8, dtype=jnp.bfloat16)
     kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv)
     table = page_table(2)
-    run = functools.partial(forward, model, params)
+    run = rows_and_cache(model, params)
     _, kv = run(kv, step([], [(0, prompt) for prompt in PROMPTS], table), implementation="xla")
     decodes = step([(1, len(PROMPTS[0])), (2, len(PROMPTS[1]))], [], table)
     expected, expected_kv = run(kv, decodes, implementation="xla")

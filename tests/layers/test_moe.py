@@ -7,11 +7,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.layers.mlp import mlp
-from jaxserve.layers.moe import block_rows, moe, route
+from jaxserve.layers.moe import block_rows, moe as moe_and_count, route
 from jaxserve.pallas_kernels import fallback, paged_attention
 from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
 
 E, D, F = 8, 32, 16
+
+
+def moe(*args, **options):
+    return moe_and_count(*args, **options)[0]
 
 
 def weights(dtype=jnp.float32):
@@ -70,7 +74,8 @@ def test_experts_without_rows_are_not_read():
     _, experts = route(x, router, 2, normalize=True)
     unused = np.setdiff1d(np.arange(E), np.asarray(experts))
     poisoned = (gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan))
-    got = moe(x, router, *poisoned, top_k=2, normalize=True, act="silu")
+    got, num_experts = moe_and_count(x, router, *poisoned, top_k=2, normalize=True, act="silu")
+    assert num_experts == E - unused.size
     np.testing.assert_array_equal(got, moe(x, router, gate_up, down, top_k=2, normalize=True, act="silu"))
 
 
@@ -83,7 +88,8 @@ def test_padding_picks_no_expert_and_changes_no_real_row():
     unused = np.setdiff1d(np.arange(E), np.asarray(experts)[real])
     assert np.intersect1d(unused, np.asarray(experts)[~real]).size
     poisoned = (gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan))
-    got = moe(x, router, *poisoned, **how)
+    got, num_experts = moe_and_count(x, router, *poisoned, **how)
+    assert num_experts == E - unused.size
     assert not got[~real].any()
     np.testing.assert_allclose(got[real], definition(x[real], router, gate_up, down, 2, True), atol=1e-5)
     for value in (0.0, 7.0, jnp.inf, jnp.nan):

@@ -90,7 +90,11 @@ def inputs(case: Case):
     return jnp.asarray(x, case.dtype), jnp.asarray(logits, jnp.float32), *stacks
 
 
-def run(x, logits, gate_up, down, case: Case, layer=LAYER, real=None):
+def run(*args, **options):
+    return run_and_count(*args, **options)[0]
+
+
+def run_and_count(x, logits, gate_up, down, case: Case, layer=LAYER, real=None):
     real = None if real is None else jnp.asarray(real)
     options = {"top_k": case.top_k, "normalize": case.normalize, "real": real}
     if ON_GPU:
@@ -110,7 +114,8 @@ def test_agrees_with_the_definition_and_reads_no_other_weights(name):
     case = CASES[name]
     args = inputs(case)
     expected = reference.fused_moe(*args, LAYER, top_k=case.top_k, normalize=case.normalize)
-    got = run(*args, case)
+    got, num_experts = run_and_count(*args, case)
+    assert num_experts == np.unique(np.argsort(-np.asarray(args[1]), axis=1)[:, : case.top_k]).size
     assert got.dtype == case.dtype
     assert error(got, expected, case) < 1
 
