@@ -154,7 +154,6 @@ def test_sizes_that_do_not_fit_are_refused(models, options, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_pages": 44, "max_num_seqs": 4},  # pre-emption
         {"prefill": "layered", "warm_up": "blocking", "max_num_batched_tokens": 64},
         {"async_scheduling": False, "enable_prefix_caching": False, "page_size": 16},
         {"max_num_seqs": 8, "max_num_batched_tokens": 128},
@@ -166,8 +165,16 @@ def test_the_mesh_composes_with(models, alone, options, kv, tp):
     llm = start(models["dense"], kv_parallel_size=kv, tensor_parallel_size=tp, **options)
     assert tokens(llm) == alone("dense")
     assert tokens(llm) == alone("dense")  # a second time, with a filled prefix cache
-    if "num_pages" in options:
-        assert llm.get_metrics()["jaxserve:num_preemptions"] > 0
+    llm.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kv", "tp"), [(4, 1), (2, 4)])
+def test_preempted_requests_go_on_as_on_one_device(models, alone, kv, tp):
+    few = 40 + kv  # those of one request of max_model_len, and a null page a rank
+    llm = start(models["dense"], kv_parallel_size=kv, tensor_parallel_size=tp, num_pages=few, max_num_seqs=4)
+    assert tokens(llm) == alone("dense")
+    assert llm.get_metrics()["jaxserve:num_preemptions"] > 0
     llm.close()
 
 
