@@ -49,7 +49,8 @@ def moe(
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of weight_e * mlp(x, gate_up[e], down[e])`, summed in float32.
 
-    The second result is how many experts were picked. On a mesh gate_up and down hold this rank's experts.
+    The second result is how many experts were picked. On a mesh gate_up and down hold this rank's experts, and the
+    second result counts those of one rank.
 
     Args:
         router: [E, D]. gate_up: [E, 2F, D]. down: [E, D, F].
@@ -62,12 +63,13 @@ def moe(
     if _on_hopper(x, gate_up, down, act):
         logits = linear(x, router, out_dtype=jnp.float32)
         how = {"top_k": top_k, "normalize": normalize, "act": act, "real": real}
-        return grouped_matmul.fused_moe(x, logits, gate_up, down, layer, **how)
+        how |= {"first_expert": first_of_rank(gate_up.shape[1])}
+        y, num_picked = grouped_matmul.fused_moe(x, logits, gate_up, down, layer, **how)
+        return all_reduce(y), num_picked
     weights, experts = route(x, router, top_k, normalize=normalize)
     if real is not None:  # beyond the last expert: pairs that no block takes, and that are not counted
         experts = jnp.where(real[:, None], experts, router.shape[0])
         weights = jnp.where(real[:, None], weights, 0.0)
-    num_picked = _num_picked(experts, router.shape[0])
     if num_ranks() > 1:  # likewise pairs with other ranks' experts
         size = gate_up.shape[1]
         local = experts - first_of_rank(size)
@@ -75,14 +77,10 @@ def moe(
         experts, weights = jnp.where(mine, local, size), jnp.where(mine, weights, 0.0)
     order = jnp.argsort(experts.reshape(-1))  # pairs (token, choice), by expert
     counts = jnp.bincount(experts.reshape(-1), length=gate_up.shape[1])
+    num_picked = jnp.sum(counts > 0, dtype=jnp.int32)
     y = _expert_mlps(x[order // top_k], counts, gate_up, down, layer, act)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*experts.shape, -1)
     return all_reduce(grouped_matmul.combine(y, weights, axis=1).astype(x.dtype)), num_picked
-
-
-def _num_picked(experts: Array, num_experts: int) -> Array:
-    """How many different ones of `[0, num_experts)` there are, i32 []."""
-    return jnp.sum(jnp.bincount(experts.reshape(-1), length=num_experts) > 0, dtype=jnp.int32)
 
 
 def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:
@@ -90,8 +88,6 @@ def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:
     if paged_attention.preferred() != "mosaic_gpu":
         return False
     reason = grouped_matmul.unsupported(x, gate_up, down, act)
-    if num_ranks() > 1:
-        reason = "the kernels know no experts of other ranks"
     if reason is not None:
         say_once("a mixture of experts", reason)
     return reason is None
