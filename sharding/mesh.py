@@ -31,7 +31,8 @@ def make_mesh(kv_parallel_size: int, tensor_parallel_size: int) -> Mesh | None:
     if size > len(devices):
         raise ValueError(
             f"kv_parallel_size {kv_parallel_size} x tensor_parallel_size {tensor_parallel_size} needs {size} devices, "
-            f"got {len(devices)} ({devices[0].platform}); lower one of them"
+            f"got {len(devices)} ({devices[0].platform}); lower one of them (on CPU "
+            f"JAX_NUM_CPU_DEVICES={size} makes as many)"
         )
     if size == 1:
         return None

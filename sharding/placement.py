@@ -3,6 +3,7 @@ divide, each rank's part straight onto its device.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,12 @@ class Placement:
 
     sharding: Sharding | None = None  # None = the default device
     order: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)  # dimension -> its rows, NONE = zeros
+
+    def bytes_a_device(self, leaf: Any) -> int:
+        """What a leaf of this shape and dtype takes on each device."""
+        shape = [len(self.order[i]) if i in self.order else size for i, size in enumerate(leaf.shape)]
+        shape = shape if self.sharding is None else self.sharding.shard_shape(tuple(shape))
+        return math.prod(shape) * leaf.dtype.itemsize
 
     def put(self, leaf: Any) -> jax.Array:
         """The leaf on its devices; it may keep the memory of a numpy array."""

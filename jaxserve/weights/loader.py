@@ -1,6 +1,7 @@
 """From a model's name to parameters, tokenizer and generation defaults."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from jaxserve.weights.orbax import OrbaxCheckpoint, is_orbax
 from jaxserve.weights.progress import with_progress
 from jaxserve.weights.quantize import quantized
 from jaxserve.weights.safetensors import SafetensorsCheckpoint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,11 @@ def load(
     model = get_model(checkpoint.config)
     dtype = checkpoint_dtype(checkpoint.config) if dtype == "auto" else dtype
     abstract = leaves_of(model.abstract_params(dtype))
-    leaves = checkpoint.leaves(model, dtype, leaves_of(model.placements(mesh)))
+    places = leaves_of(model.placements(mesh))
+    if mesh is not None:
+        taken = sum(places[path].bytes_a_device(leaf) for path, leaf in abstract.items())
+        logger.info("%s: %.2f GB of weights on each of %d devices", checkpoint.name, taken / 1e9, mesh.size)
+    leaves = checkpoint.leaves(model, dtype, places)
     if progress:
         total = sum(map(num_bytes, abstract.values()))
         leaves = with_progress(leaves, f"Loading {checkpoint.name}", num_items=len(abstract), total_bytes=total)

@@ -46,7 +46,7 @@ def test_rows_lie_rank_by_rank_with_zeros_between(on_host):
     assert put[:, 0].tolist() == [row for part in parts for row in part]
     by_rank = {shard.device: shard.data[:, 0].tolist() for shard in put.addressable_shards}
     assert [by_rank[device] for device in mesh.devices.T.flat] == parts  # ranks of tp first
-    assert bytes_a_device(put) == 16
+    assert bytes_a_device(put) == place.bytes_a_device(leaf) == 16
 
 
 def test_a_mesh_may_use_fewer_devices_than_there_are():
