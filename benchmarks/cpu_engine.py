@@ -24,17 +24,15 @@ import sys
 import time
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks._logprobs import logprobs, mean_kl
 from benchmarks._report import Row, report
 from benchmarks._text import TEXT
 from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import LLMEngine
-from jaxserve.layers.decoder import forward
-from jaxserve.layers.kv_cache import AttentionBatch, StepBatch, init_kv_cache
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.weights.demo import DEMO_MODEL, demo_gguf
 from jaxserve.weights.loader import open_tokenizer
@@ -171,34 +169,9 @@ def alternate(run: list[Callable[[], float]], rounds: int) -> list[float]:
 
 def kl_to_float32(quantization: str | None, token_ids: list[int]) -> float:
     """Mean KL(float32 || timed weights) in nats over the next-token distributions of a text."""
-    exact = _logprobs(weights.load(DEMO_MODEL, dtype=jnp.float32, progress=False), jnp.float32, token_ids)
+    exact = weights.load(DEMO_MODEL, dtype=jnp.float32, progress=False)
     timed = weights.load(DEMO_MODEL, dtype=jnp.bfloat16, quantization=quantization, progress=False)
-    return float(jnp.mean(jnp.sum(jnp.exp(exact) * (exact - _logprobs(timed, jnp.bfloat16, token_ids)), axis=-1)))
-
-
-def _logprobs(loaded: weights.LoadedModel, dtype: jnp.dtype, token_ids: list[int]) -> jax.Array:
-    """log p(next token) after each token of the text [T, V]."""
-    model, num_tokens = loaded.model, len(token_ids)
-    positions = jnp.arange(num_tokens)
-    pages = 1 + jnp.arange(-(-num_tokens // PAGE_SIZE))
-    kv = init_kv_cache(model.config, num_pages=len(pages) + 1, page_size=PAGE_SIZE, dtype=dtype)
-    region = AttentionBatch(
-        page_table=pages[None], kv_lens=jnp.array([num_tokens]), cu_q_lens=jnp.array([0, num_tokens])
-    )
-    batch = StepBatch(
-        token_ids=jnp.array(token_ids),
-        positions=positions,
-        page_ids=pages[positions // PAGE_SIZE],
-        page_offsets=positions % PAGE_SIZE,
-        decode=None,
-        prefill=region,
-    )
-
-    @jax.jit
-    def run(params, kv):
-        return jax.nn.log_softmax(model.logits(params, forward(model, params, kv, batch)[0]))
-
-    return run(loaded.params, kv)
+    return mean_kl(logprobs(exact, jnp.float32, token_ids), logprobs(timed, jnp.bfloat16, token_ids))
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from benchmarks import shapes
 from benchmarks._report import Row, report
@@ -39,10 +40,13 @@ except ImportError:
 
 H = shapes.HEAD_DIM
 CALLS = 100  # of decode attention that are launched as one: what the host takes to launch them is then less than 1 %
+FP8_MUST = 0.6  # of the time with pages in bfloat16
 GEOMEAN_MUST, ROW_MUST, RAGGED_MUST, PREFILL_MUST = 0.97, 0.93, 0.9, 0.85
 
 
-def cache(kv_lens: np.ndarray, num_kv_heads: int, page_size: int, head_dim: int = H) -> tuple[KVCache, Array]:
+def cache(
+    kv_lens: np.ndarray, num_kv_heads: int, page_size: int, head_dim: int = H, dtype: DTypeLike = jnp.bfloat16
+) -> tuple[KVCache, Array]:
     """Random keys and values, and a page table in random order."""
     counts = -(-kv_lens // page_size)
     ids = 1 + np.random.default_rng(0).permutation(counts.sum())
@@ -50,8 +54,9 @@ def cache(kv_lens: np.ndarray, num_kv_heads: int, page_size: int, head_dim: int 
     for row, part in zip(table, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
         row[: len(part)] = part
     shape = (1, int(counts.sum()) + 1, page_size, num_kv_heads, head_dim)
-    k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
-    return KVCache(k=k, v=v), jnp.asarray(table)
+    k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16).astype(dtype) for i in range(2))
+    scale = jnp.ones((1, num_kv_heads)) if dtype == jnp.float8_e4m3fn else None
+    return KVCache(k=k, v=v, k_scale=scale, v_scale=scale), jnp.asarray(table)
 
 
 def attention_s(q: Array, kv: KVCache, batch: AttentionBatch, *, calls: int) -> float:
@@ -82,8 +87,15 @@ def timed(launch: Callable, wait: Callable) -> float:
     return statistics.median(times)
 
 
-def decode_s(kv_lens: np.ndarray, num_heads: int, num_kv_heads: int, page_size: int, head_dim: int = H) -> float:
-    kv, table = cache(kv_lens, num_kv_heads, page_size, head_dim)
+def decode_s(
+    kv_lens: np.ndarray,
+    num_heads: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int = H,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> float:
+    kv, table = cache(kv_lens, num_kv_heads, page_size, head_dim, dtype)
     q = jax.random.normal(jax.random.key(2), (len(kv_lens), num_heads, head_dim), jnp.bfloat16)
     batch = AttentionBatch(page_table=table, kv_lens=jnp.asarray(kv_lens, jnp.int32))
     return attention_s(q, kv, batch, calls=CALLS)
@@ -137,8 +149,22 @@ def ragged_row() -> Row:
     return Row(name="paged_decode_ragged", value=rates[0], unit="GB/s", peer=rates[1], target=RAGGED_MUST)
 
 
-def prefill_s(shape: shapes.Prefill, head_dim: int = H) -> float:
-    kv, table = cache(np.array([shape.context]), shape.num_kv_heads, shape.page_size, head_dim)
+def fp8_row() -> Row:
+    """A cache in float8 beside bfloat16: half of the bytes, which have to be widened."""
+    wide, fp8 = (decode_s(np.full(64, 8192), 32, 8, 64, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float8_e4m3fn))
+    return Row(
+        name="paged_decode_64x8192_fp8_kv; peer: bfloat16",
+        value=1e6 * fp8,
+        unit="us",
+        peer=1e6 * wide,
+        target=1 / FP8_MUST,
+        stretch=1 / 0.55,
+        lower_is_better=True,
+    )
+
+
+def prefill_s(shape: shapes.Prefill, head_dim: int = H, dtype: DTypeLike = jnp.bfloat16) -> float:
+    kv, table = cache(np.array([shape.context]), shape.num_kv_heads, shape.page_size, head_dim, dtype)
     q = jax.random.normal(jax.random.key(2), (shape.chunk, shape.num_heads, head_dim), jnp.bfloat16)
     batch = AttentionBatch(
         page_table=table,
@@ -167,7 +193,7 @@ def main() -> None:
     ratios = [row.ratio for row in rows if row.ratio is not None]
     name = "paged_decode_geomean" if flashinfer else "paged_decode_geomean; peer: FlashAttention-3's figures"
     rows.append(Row(name=name, value=statistics.geometric_mean(ratios), unit="", target=GEOMEAN_MUST, stretch=1.0))
-    rows += [ragged_row(), *map(prefill_row, shapes.PREFILL)]
+    rows += [ragged_row(), fp8_row(), *map(prefill_row, shapes.PREFILL)]
     report(rows, save=save and save / "paged_attention.jsonl")
 
 

@@ -11,6 +11,7 @@ from jaxserve.models.base import ModelConfig
 from jaxserve.scheduler.config import SchedulerConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+KV_CACHE_DTYPES = {"fp8": jnp.float8_e4m3fn, "fp8_e4m3": jnp.float8_e4m3fn}
 CPU_KV_CACHE_BYTES = 1 << 30
 
 
@@ -51,6 +52,7 @@ class CacheOptions:
 
     page_size: int | None = None  # tokens; None = 16 on CPU, 64 elsewhere
     num_pages: int | None = None  # in all, overrides what memory would allow (tests force pre-emption with it)
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"  # auto = the model's; fp8 holds twice the tokens
     kv_cache_memory_bytes: int | None = None  # of each device; None = from device_memory_utilization; 1 GiB on CPU
     device_memory_utilization: float = 0.9  # share for weights and pool together
     enable_prefix_caching: bool = True
@@ -60,6 +62,7 @@ class CacheOptions:
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ParameterError("page_size", self.page_size, "a power of two")
         _at_least("num_pages", self.num_pages, 2, 2**26)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**50)
         _flag("enable_prefix_caching", self.enable_prefix_caching)
         if not 0.0 < self.device_memory_utilization <= 1.0:
@@ -148,6 +151,11 @@ class EngineConfig:
     scheduler: SchedulerOptions
     runtime: RuntimeOptions
 
+    @property
+    def kv_dtype(self) -> Any:
+        """What the pages of the KV cache hold."""
+        return KV_CACHE_DTYPES.get(self.cache.kv_cache_dtype, self.model.jax_dtype)
+
     @classmethod
     def of(cls, model: str, **options: Any) -> "EngineConfig":
         """Sorts flat options into their groups.
@@ -201,9 +209,7 @@ def prefill_seqs(num_tokens: int) -> int:
     return min(MAX_PREFILL_SEQS, max(1, num_tokens // 8))
 
 
-def resolve(
-    config: EngineConfig, model: ModelConfig, *, params_bytes: int, dtype_bytes: int
-) -> tuple[SchedulerConfig, RunnerConfig]:
+def resolve(config: EngineConfig, model: ModelConfig, *, params_bytes: int) -> tuple[SchedulerConfig, RunnerConfig]:
     """Turns "auto" into numbers for this backend.
 
     Args:
@@ -218,7 +224,8 @@ def resolve(
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size
-    num_pages = _num_pages(config.cache, model, page_size, params_bytes, dtype_bytes, on_cpu, ranks)
+    page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
+    num_pages = _num_pages(config.cache, page_bytes, params_bytes, on_cpu, ranks)
     max_model_len = _max_model_len(config, model, num_pages - ranks, page_size)
     if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
         budget = max(budget, max_model_len)
@@ -270,15 +277,7 @@ def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _num_pages(
-    cache: CacheOptions,
-    model: ModelConfig,
-    page_size: int,
-    params_bytes: int,
-    dtype_bytes: int,
-    on_cpu: bool,
-    num_ranks: int,
-) -> int:
+def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, on_cpu: bool, num_ranks: int) -> int:
     if cache.num_pages is not None:
         if cache.num_pages % num_ranks or cache.num_pages < 2 * num_ranks:
             raise ValueError(
@@ -286,7 +285,6 @@ def _num_pages(
                 f"{cache.num_pages}; give {max(2, -(-cache.num_pages // num_ranks)) * num_ranks}"
             )
         return cache.num_pages
-    page_bytes = page_size * kv_bytes_per_token(model, dtype_bytes)
     budget = cache.kv_cache_memory_bytes
     if budget is None and on_cpu:
         budget = CPU_KV_CACHE_BYTES

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig, resolve
@@ -68,13 +67,12 @@ class EngineCore:
         """
         vocab_size = loaded.model.config.vocab_size
         params_bytes = sum(map(bytes_a_device, jax.tree.leaves(loaded.params)))
-        dtype = config.model.jax_dtype
-        scheduler_config, runner_config = resolve(
-            config, loaded.model.config, params_bytes=params_bytes, dtype_bytes=jnp.dtype(dtype).itemsize
-        )
+        scheduler_config, runner_config = resolve(config, loaded.model.config, params_bytes=params_bytes)
         blocks = config.runtime.warm_up == "blocking"
         threads = min(8, num_cpus()) if blocks else 1  # beside running steps one thread has to do
-        runner = Runner(loaded.model, loaded.params, runner_config, kv_dtype=dtype, num_compile_threads=threads)
+        runner = Runner(
+            loaded.model, loaded.params, runner_config, kv_dtype=config.kv_dtype, num_compile_threads=threads
+        )
         prefill = prefill_policy(scheduler_config, runner.num_layers, runner.span_rows)
         pool = PagePool(runner_config.num_pages, runner_config.page_size, runner_config.kv_parallel_size)
         scheduler = Scheduler(

@@ -34,7 +34,7 @@ class LLM:
     Args:
         model: "smollm2-135m" (the demo model), a Hugging Face id or directory, a GGUF file or an Orbax checkpoint.
         options: any field of the classes in `jaxserve.config` (dtype, max_model_len, page_size, max_num_seqs,
-            max_num_batched_tokens, enable_prefix_caching, quantization, load_format, ...).
+            max_num_batched_tokens, enable_prefix_caching, quantization, kv_cache_dtype, load_format, ...).
 
     Raises:
         TypeError: an unknown option; the message lists the known ones.

@@ -9,7 +9,11 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch, KVCache as KVCache
+from jaxserve.pallas_kernels.paged_attention.types import (
+    AttentionBatch as AttentionBatch,
+    KVCache as KVCache,
+    quantize,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +74,10 @@ def write_kv(
     page_offsets: Int[Array, " T"],
 ) -> KVCache:
     """The cache with each row of k and v at its page and offset of `layer`. In place when the cache was donated."""
-    return KVCache(
+    if scales := kv.layer_scales(layer):
+        k, v = (quantize(x, scale) for x, scale in zip((k, v), scales, strict=True))
+    return dataclasses.replace(
+        kv,
         k=kv.k.at[layer, page_ids, page_offsets].set(k.astype(kv.k.dtype)),
         v=kv.v.at[layer, page_ids, page_offsets].set(v.astype(kv.v.dtype)),
     )

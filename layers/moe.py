@@ -46,6 +46,7 @@ def moe(
     act: Act,
     layer: int | Int[Array, ""] | None = None,
     real: Bool[Array, " T"] | None = None,
+    implementation: paged_attention.Implementation | None = None,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of weight_e * mlp(x, gate_up[e], down[e])`, summed in float32.
 
@@ -56,11 +57,12 @@ def moe(
         router: [E, D]. gate_up: [E, 2F, D]. down: [E, D, F].
         layer: given, gate_up and down are the stacks of all layers, [L, E, 2F, D] and [L, E, D, F], and this is which.
         real: rows that pick experts; others come out as zeros. None = all.
+        implementation: as of attention; None = the fastest here.
     """
     if layer is None:
         gate_up, down = jax.tree.map(lambda w: w[None], (gate_up, down))
         layer = 0
-    if _on_hopper(x, gate_up, down, act):
+    if _on_hopper(x, gate_up, down, act, implementation):
         logits = linear(x, router, out_dtype=jnp.float32)
         how = {"top_k": top_k, "normalize": normalize, "act": act, "real": real}
         how |= {"first_expert": first_of_rank(gate_up.shape[1])}
@@ -83,9 +85,11 @@ def moe(
     return all_reduce(grouped_matmul.combine(y, weights, axis=1).astype(x.dtype)), num_picked
 
 
-def _on_hopper(x: Array, gate_up: Any, down: Any, act: Act) -> bool:
+def _on_hopper(
+    x: Array, gate_up: Any, down: Any, act: Act, implementation: paged_attention.Implementation | None
+) -> bool:
     """Whether the kernels serve this call. Where they could and do not, the log says once why."""
-    if paged_attention.preferred() != "mosaic_gpu":
+    if (implementation or paged_attention.preferred()) != "mosaic_gpu":
         return False
     reason = grouped_matmul.unsupported(x, gate_up, down, act)
     if reason is not None:

@@ -90,6 +90,7 @@ class KernelShape:
     page_size: int = 64
     q_len: int = 1  # of a sequence that decodes
     prefill_rows: int = 0  # of all sequences; 0 = they decode
+    dtype: Any = jnp.bfloat16  # of the cache
 
     @property
     def rows(self) -> int:
@@ -108,6 +109,18 @@ KERNELS = {
     "prefill_32_8_128_one_sequence": KernelShape(num_seqs=1, heads=(32, 8, 128), prefill_rows=512),
     "prefill_9_3_64": KernelShape(num_seqs=4, heads=(9, 3, 64), page_size=16, prefill_rows=512),
     "prefill_8_4_256": KernelShape(num_seqs=4, heads=(8, 4, 256), prefill_rows=512),
+}
+KERNELS |= {
+    f"{name}_fp8": dataclasses.replace(KERNELS[name], dtype=jnp.float8_e4m3fn)
+    for name in (
+        "decode_32_8_128",
+        "decode_24_8_128",
+        "decode_9_3_64",
+        "decode_8_4_256",
+        "prefill_32_8_128_one_sequence",
+        "prefill_9_3_64",
+        "prefill_8_4_256",
+    )
 }
 
 COLLECTIVES = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
@@ -181,7 +194,9 @@ def kernels_of(compile_it: Callable[[], Any]) -> dict:
 
 def compile_attention(shape: KernelShape, struct: Callable[..., Any]) -> Any:
     N, K, H = shape.heads
-    pages = struct((2, 256, shape.page_size, K, H), jnp.bfloat16)
+    pages, scale = struct((2, 256, shape.page_size, K, H), shape.dtype), None
+    if shape.dtype == jnp.float8_e4m3fn:
+        scale = struct((2, K), jnp.float32)
     batch = paged_attention.AttentionBatch(
         page_table=struct((shape.num_seqs, 64), jnp.int32),
         kv_lens=struct((shape.num_seqs,), jnp.int32),
@@ -191,7 +206,8 @@ def compile_attention(shape: KernelShape, struct: Callable[..., Any]) -> Any:
     attention = functools.partial(
         paged_attention.paged_attention, scale=H**-0.5, return_lse=True, implementation="mosaic_gpu"
     )
-    q, kv = struct((shape.rows, N, H), jnp.bfloat16), paged_attention.KVCache(k=pages, v=pages)
+    q = struct((shape.rows, N, H), jnp.bfloat16)
+    kv = paged_attention.KVCache(k=pages, v=pages, k_scale=scale, v_scale=scale)
     return compile_for("cuda", attention, q, kv, struct((), jnp.int32), batch)
 
 

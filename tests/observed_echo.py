@@ -37,10 +37,11 @@ class ObservedEcho(EchoCore):
             if output.finish_reason is not None:
                 counts = self._metrics.request_success
                 counts[output.finish_reason] = counts.get(output.finish_reason, 0) + 1
-        self._metrics.count_step(len(decode) + plan.num_prefill_tokens, 0)
+        self._metrics.count_step(len(decode) + plan.num_prefill_tokens, 100)
         self._metrics.prompt_tokens += plan.num_prefill_tokens
         self._metrics.generation_tokens += len(outputs)
-        self._recorder.end(plan, self._stats(), num_new_tokens=len(outputs), now=time.monotonic())
+        how = {"num_new_tokens": len(outputs), "expert_bytes": 100}
+        self._recorder.end(plan, self._stats(), now=time.monotonic(), **how)
         return outputs
 
     def _stats(self) -> SchedulerStats:

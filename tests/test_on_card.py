@@ -1,5 +1,6 @@
 """What only a Hopper GPU can show. Where one is: `pytest --noconftest tests/test_on_card.py tests/pallas_kernels`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -46,12 +47,12 @@ def batch_of(tokens: np.ndarray, start: int, *, decode: bool) -> StepBatch:
     return jax.tree.map(jnp.asarray, batch)
 
 
-def logits(params, dtype, implementation, tokens: np.ndarray) -> np.ndarray:
+def logits(params, dtype, implementation, tokens: np.ndarray, kv_dtype=None) -> np.ndarray:
     """Logits at every position, float32 [S, PROMPT_LEN + NUM_STEPS, V]: one prefill, then decode steps."""
     model = get_model(LLAMA)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    kv = init_kv_cache(model.config, num_pages=2 * NUM_SEQS + 1, page_size=PAGE_SIZE, dtype=dtype)
-    kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv)
+    kv = init_kv_cache(model.config, num_pages=2 * NUM_SEQS + 1, page_size=PAGE_SIZE, dtype=kv_dtype or dtype)["full"]
+    kv = {"full": dataclasses.replace(kv, k=jnp.full_like(kv.k, jnp.nan), v=jnp.full_like(kv.v, jnp.nan))}
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(params, kv, batch):
@@ -74,11 +75,11 @@ def inputs():
     return params, np.random.default_rng(0).integers(0, LLAMA["vocab_size"], (NUM_SEQS, PROMPT_LEN + NUM_STEPS))
 
 
-def compare(implementation) -> None:
+def compare(implementation, kv_dtype=None) -> None:
     params, tokens = inputs()
-    truth = logits(params, jnp.float32, "xla", tokens)
-    plain = np.abs(logits(params, jnp.bfloat16, "xla", tokens) - truth)
-    got = logits(params, jnp.bfloat16, implementation, tokens)
+    truth = logits(params, jnp.float32, "xla", tokens, kv_dtype)
+    plain = np.abs(logits(params, jnp.bfloat16, "xla", tokens, kv_dtype) - truth)
+    got = logits(params, jnp.bfloat16, implementation, tokens, kv_dtype)
     error = np.abs(got - truth)
     assert np.sqrt((error**2).mean()) <= 1.5 * np.sqrt((plain**2).mean())
     assert error.max() <= 1.5 * plain.max()
@@ -89,16 +90,18 @@ def compare(implementation) -> None:
 
 
 @on_card
-def test_the_kernels_are_as_close_to_float32_as_xla_in_bfloat16():
-    compare("mosaic_gpu")
+@pytest.mark.parametrize("kv_dtype", [None, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
+def test_the_kernels_are_as_close_to_float32_as_xla_in_bfloat16(kv_dtype):
+    compare("mosaic_gpu", kv_dtype)
 
 
 @on_card
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "prefill"])
-def test_the_kernels_really_run(decode):
+def test_the_kernels_really_run(decode, kv_dtype):
     params, tokens = inputs()
     model = get_model(LLAMA)
-    kv = init_kv_cache(model.config, num_pages=2 * NUM_SEQS + 1, page_size=PAGE_SIZE, dtype=jnp.bfloat16)
+    kv = init_kv_cache(model.config, num_pages=2 * NUM_SEQS + 1, page_size=PAGE_SIZE, dtype=kv_dtype)
     batch = batch_of(tokens[:, : 1 if decode else PROMPT_LEN], 0, decode=decode)
     text = jax.jit(functools.partial(forward, model)).lower(params, kv, batch).compile().as_text()
     assert f"paged_attention_{'decode' if decode else 'prefill'}" in text

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
 SOME_ROWS_FAILED = 3
 PLAIN_INTERVAL_S = 10.0
-CHANGES_ANSWERS = ("model", "tokenizer", "dtype", "quantization", "load_format", "revision", "max_model_len")
+CHANGES_ANSWERS = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "load_format",
+    "revision",
+    "max_model_len",
+)
 
 
 @takes(engine=ENGINE_OPTIONS)

@@ -39,6 +39,9 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     ),
     "page_size": Opt(int, "Tokens in a page of the KV cache.", unset="16 on CPU, 64 elsewhere"),
     "num_pages": Opt(int, "Pages of the KV cache, on all devices together.", unset="what its memory holds"),
+    "kv_cache_dtype": Opt(
+        str, "auto for the model's dtype; fp8 (e4m3) halves the KV cache's bytes a token.", unset="auto"
+    ),
     "device_memory_utilization": Opt(float, "Share of JAX's device memory for weights and KV pool.", unset="0.9"),
     "kv_cache_memory_bytes": Opt(
         int, "Bytes of the KV cache on each device.", unset="1 GiB on CPU, what the weights leave elsewhere"

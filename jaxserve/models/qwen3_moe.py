@@ -67,6 +67,7 @@ def layer(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], att
         "normalize": config.norm_topk_prob,
         "act": config.act,
         "real": attend.real,
+        "implementation": attend.implementation,
     }
     if isinstance(p, StackedLayer):
         out, num_experts = moe(h, p["router"], p.stack["gate_up"], p.stack["down"], layer=p.number, **how)

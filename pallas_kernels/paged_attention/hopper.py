@@ -9,12 +9,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels.paged_attention.types import FP8, KVCache
+
 ROWS = 64  # of a matmul of one warpgroup
 SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block, less what barriers and scratch take
 LEAST = -1e30  # a running maximum that any score passes, and that can be subtracted from -inf
 LOG2_E = math.log2(math.e)
 SWIZZLED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 INTERPRETER = plgpu.InterpretGPUParams()
+WIDE = jnp.float16  # what pages in float8 are turned into for the matmuls: exact, and one instruction for two values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,16 @@ class Scoring:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+
+
+def unsupported_dtypes(name: str, dtype: Any, kv: KVCache) -> str | None:
+    """Why the kernels do not take queries, called `name`, of this dtype with this cache; None if they do."""
+    if dtype in ("bfloat16", "float16") and (kv.k.dtype == dtype or (kv.k.dtype == FP8 and kv.k_scale is not None)):
+        return None
+    return (
+        f"{name} and cache must both be bfloat16 or both float16, got {dtype} and {kv.k.dtype}; beside either {name} "
+        "the cache may be float8_e4m3fn with scales"
+    )
 
 
 def page_ids(table: Any, sequence: Array, kv_len: Array, begin: Array, block: int, page_size: int) -> list[Array]:
@@ -60,13 +73,40 @@ def fetch_block(
     pl.when(jnp.logical_not(is_half))(lambda: fetch(size))
 
 
-def capped(scores: Array, scoring: Scoring) -> tuple[Array, float]:
+def pages_type(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for pages as they are fetched, `[..., H]`; None where they need none of their own."""
+    if dtype != FP8:
+        return None
+    width = min(128, shape[-1])
+    transforms: Any = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, FP8, transforms=transforms)
+
+
+def widen(pages_smem: Any, wide_smem: Any) -> None:
+    """Turns pages in float8 `[block, H]` into `WIDE`, still without their scale, for matmuls of other warpgroups."""
+
+    def some_rows(i: Array, _) -> None:
+        some = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
+        # A layout whose threads hold four values side by side, for loads of 32 bits and stores of 64
+        pages = plgpu.load(pages_smem.at[some], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        wide_smem[some] = pages.astype(WIDE)
+
+    lax.fori_loop(0, pages_smem.shape[0] // ROWS, some_rows, None)
+    plgpu.commit_smem()
+
+
+def scale_of(scale_gmem: Any, layer: Array, head: Array) -> Any:
+    """The scale of a KV head's keys or values, which are in `[L, K]`; 1 if there are none."""
+    return 1.0 if scale_gmem is None else scale_gmem[layer, head]
+
+
+def capped(scores: Array, scoring: Scoring, k_scale: Any) -> tuple[Array, Any]:
     """Scores, scaled and capped, but for a factor that turns them into units of log 2.
 
     The factor is left to the caller, who can multiply and subtract a maximum in one instruction. The hyperbolic tangent
     is `tanh(x) = 1 - 2 / (exp(2 x) + 1)`: the card's own is good to eleven bits only.
     """
-    scale, soft_cap = scoring.scale, scoring.soft_cap
+    scale, soft_cap = scoring.scale * k_scale, scoring.soft_cap
     if soft_cap is None:
         return scores, scale * LOG2_E
     doubled = jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap))

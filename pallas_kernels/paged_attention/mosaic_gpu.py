@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.pallas_kernels.paged_attention import (
@@ -12,17 +13,24 @@ from jaxserve.pallas_kernels.paged_attention import (
     mosaic_gpu_prefill as prefill,
     prefill_work,
 )
-from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, SHARED_MEMORY_BYTES, Scoring
+from jaxserve.pallas_kernels.paged_attention.hopper import (
+    ROWS,
+    SHARED_MEMORY_BYTES,
+    WIDE,
+    Scoring,
+    unsupported_dtypes,
+)
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
+MAX_WIDE = float(jnp.finfo(WIDE).max)
 TILINGS: dict[str, dict[str, dict[str, int]]] = json.loads(Path(__file__).with_name("tilings.json").read_text())
 
 
 def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
     """Why the kernels cannot serve this call; None if they can."""
     (_, N, H), K = q.shape, kv.k.shape[3]
-    if q.dtype not in ("bfloat16", "float16") or kv.k.dtype != q.dtype:
-        return f"queries and cache must both be bfloat16 or both float16, got {q.dtype} and {kv.k.dtype}"
+    if reason := unsupported_dtypes("queries", q.dtype, kv):
+        return reason
     if H not in (64, 128, 256):
         return f"head_dim must be 64, 128 or 256, got {H}"
     if kv.page_size not in (8, 16, 32, 64) and kv.page_size % 128:
@@ -63,42 +71,57 @@ def paged_attention(
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
     scoring = Scoring(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window)
-    if isinstance(work, prefill_work.Work):
-        return prefill.paged_attention(q, kv, layer, batch, scoring, prefill_tiling(kv), work, interpret=interpret)
-    return decode.paged_attention(q, kv, layer, batch, scoring, decode_tiling(kv), work, interpret=interpret)
+    is_prefill = isinstance(work, prefill_work.Work)
+    kernel, tiling = (prefill, prefill_tiling(kv)) if is_prefill else (decode, decode_tiling(kv))
+    operand = q if kv.k.dtype == q.dtype else _as_wide(q)
+    out, lse = kernel.paged_attention(operand, kv, layer, batch, scoring, tiling, work, interpret=interpret)
+    return out.astype(q.dtype), lse
+
+
+def _as_wide(q: Array) -> Array:
+    """Queries beside pages in float8; the largest for what `WIDE` cannot hold."""
+    return jnp.clip(q.astype(jnp.float32), -MAX_WIDE, MAX_WIDE).astype(WIDE)
 
 
 def decode_tiling(kv: KVCache) -> decode_work.Tiling:
-    return decode_work.Tiling(**tuned("decode", kv.k.shape[4]), blocks=num_multiprocessors())
+    return decode_work.Tiling(**tuned("decode", kv.k.shape[4], kv.k.dtype.itemsize), blocks=num_multiprocessors())
 
 
 def prefill_tiling(kv: KVCache) -> prefill_work.Tiling:
-    return prefill_work.Tiling(**tuned("prefill", kv.k.shape[4]), multiprocessors=num_multiprocessors())
+    return prefill_work.Tiling(
+        **tuned("prefill", kv.k.shape[4], kv.k.dtype.itemsize), multiprocessors=num_multiprocessors()
+    )
 
 
-def tuned(kernel: str, head_dim: int) -> dict[str, int]:
+def tuned(kernel: str, head_dim: int, itemsize: int = 2) -> dict[str, int]:
     """What `benchmarks/tune.py` found fastest, which may be the computed tiling; that one where it has not looked.
 
     On an H200 at head_dim 128 these are the computed ones: decoding by one worker with blocks of 128 was slower at five
-    of the seven shapes of `benchmarks/shapes.py`, and a third stage made prefill 3 to 4 % slower.
+    of the seven shapes of `benchmarks/shapes.py`, and a third stage made prefill 3 to 4 % slower. For pages in float8,
+    of `itemsize` 1, it has not looked.
     """
-    return TILINGS[kernel].get(str(head_dim)) or computed(kernel, head_dim)
+    found = TILINGS[kernel].get(str(head_dim)) if itemsize == 2 else None
+    return found or computed(kernel, head_dim, itemsize)
 
 
-def computed(kernel: str, head_dim: int) -> dict[str, int]:
+def computed(kernel: str, head_dim: int, itemsize: int = 2) -> dict[str, int]:
     """Decode: two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then
     fit. Prefill: the largest block whose scores and output share the registers of a warpgroup, and the next one ahead.
     """
     if kernel == "prefill":
         return {"block": 128 if head_dim <= 128 else 64, "stages": 2}
     choices = [{"block": 64, "pairs": 1 if head_dim > 128 else 2, "stages": stages} for stages in range(1, 17)]
-    return [choice for choice in choices if shared_bytes(kernel, head_dim, **choice) <= SHARED_MEMORY_BYTES][-1]
+    sizes = [shared_bytes(kernel, head_dim, **choice, itemsize=itemsize) for choice in choices]
+    return [choice for choice, size in zip(choices, sizes, strict=True) if size <= SHARED_MEMORY_BYTES][-1]
 
 
-def shared_bytes(kernel: str, head_dim: int, *, block: int, stages: int, pairs: int = 1) -> int:
-    """Of a CUDA block: for each worker its queries, and `stages` times a block of keys and one of values."""
+def shared_bytes(kernel: str, head_dim: int, *, block: int, stages: int, pairs: int = 1, itemsize: int = 2) -> int:
+    """Of a CUDA block: for each worker its queries, and `stages` times a block of keys and one of values, and the same
+    again in float8 if they are fetched so.
+    """
     rows = ROWS if kernel == "decode" else prefill_work.TILE
-    return pairs * (rows + stages * 2 * block) * head_dim * 2
+    position_bytes = 2 if itemsize == 2 else 2 + itemsize
+    return pairs * (rows * 2 + stages * 2 * block * position_bytes) * head_dim
 
 
 def num_multiprocessors() -> int:

@@ -7,7 +7,7 @@ were. The units of one tile of each sequence, sequence by sequence, then block, 
 equal length, whatever the sequences' lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). Each
 slice is cut for all tiles alike, one worker each: neighbours read the same pages at the same time, which lie together
 in memory. A worker is a pair of warpgroups: one fetches pages by TMA, a few units ahead and across the borders of
-tiles, the other computes.
+tiles, the other computes. Pages in float8 are widened in between, by the former: see `hopper.widen`.
 
 What a worker finds out about a tile is an output, normalised by itself, and the logarithm of its denominator. It writes
 them where those of the tile belong and, for a tile that it has not whole, into one of its own *parts*. A worker has at
@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.paged_attention.decode_work import PARTS, Options, Tiling, Unit, Work, heads_of_tile
-from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS, SWIZZLED, Scoring
+from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS, SWIZZLED, Scoring, pages_type
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_worker import Worker
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_merge import merge_parts
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
@@ -89,7 +89,9 @@ def _attend(
     """Outputs of the tiles that are whole and the logarithms of their denominators, and those of all parts."""
     (*_, rows, H), tiling = tiles.shape, options.tiling
     pairs, stages, block, workers = tiling.pairs, tiling.stages, tiling.block, tiling.workers
-    arrivals = max(1, block // kv.page_size)
+    pages = pages_type((pairs, stages, block, H), kv.k.dtype)
+    fetched = plgpu.Barrier(num_arrivals=max(1, block // kv.page_size), num_barriers=pairs * stages)
+    arrived = plgpu.Barrier(num_barriers=pairs * stages) if pages else fetched
     return plgpu.kernel(
         functools.partial(_attend_kernel, options=options),
         out_type=(
@@ -104,9 +106,13 @@ def _attend(
             plgpu.SMEM((pairs, stages, block, H), tiles.dtype, transforms=SWIZZLED),
             plgpu.SMEM((pairs, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=pairs),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=pairs * stages),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=pairs * stages),
+            arrived,
+            arrived,
             plgpu.Barrier(num_barriers=pairs * stages),
+            pages,
+            pages,
+            fetched if pages else None,
+            fetched if pages else None,
         ),
         grid=(tiling.blocks,),
         grid_names=("block",),
@@ -119,6 +125,8 @@ def _attend(
         tiles,
         kv.k,
         kv.v,
+        kv.k_scale,
+        kv.v_scale,
         batch.page_table,
         batch.kv_lens,
         work.start,
@@ -136,6 +144,8 @@ def _attend_kernel(
     q_gmem,
     k_gmem,
     v_gmem,
+    k_scale_gmem,
+    v_scale_gmem,
     table_gmem,
     lens_gmem,
     start_gmem,  # i32 [slices + 1]
@@ -158,6 +168,10 @@ def _attend_kernel(
     k_arrived,  # [pairs * stages]
     v_arrived,
     consumed,
+    k_pages_smem,  # [pairs, stages, block, H], and its barriers [pairs * stages]; None unless pages are in float8
+    v_pages_smem,
+    k_fetched,
+    v_fetched,
     *,
     options: Options,
 ):
@@ -171,6 +185,8 @@ def _attend_kernel(
         q_gmem=q_gmem,
         k_gmem=k_gmem,
         v_gmem=v_gmem,
+        k_scale_gmem=k_scale_gmem,
+        v_scale_gmem=v_scale_gmem,
         table_gmem=table_gmem,
         lens_gmem=lens_gmem,
         layer_gmem=layer_gmem,
@@ -186,6 +202,10 @@ def _attend_kernel(
         k_arrived=lambda slot: k_arrived.at[pair * stages + slot],
         v_arrived=lambda slot: v_arrived.at[pair * stages + slot],
         consumed=lambda slot: consumed.at[pair * stages + slot],
+        k_pages_smem=None if k_pages_smem is None else k_pages_smem.at[pair],
+        v_pages_smem=None if v_pages_smem is None else v_pages_smem.at[pair],
+        k_fetched=lambda slot: k_fetched.at[pair * stages + slot],
+        v_fetched=lambda slot: v_fetched.at[pair * stages + slot],
         worker=worker,
         tile=lax.rem(worker, options.num_tiles),
         count=jnp.where(works, start_gmem[number + 1] - start_gmem[number], 0),
@@ -203,11 +223,11 @@ def _attend_kernel(
     @pl.when(warpgroup >= pairs)
     def _fetch():
         if pairs > 1:
-            plgpu.set_max_registers(32, action="decrease")
-        self.fetch()
+            plgpu.set_max_registers(32 if k_pages_smem is None else 72, action="decrease")
+        self.fetch() if k_pages_smem is None else self.fetch_and_widen()
 
     @pl.when(warpgroup < pairs)
     def _compute():
         if pairs > 1:
-            plgpu.set_max_registers(216, action="increase")
+            plgpu.set_max_registers(216 if k_pages_smem is None else 184, action="increase")
         self.compute()

@@ -28,6 +28,8 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     iota,
     over,
     page_ids,
+    scale_of,
+    widen,
     zero_unwritten,
     zeros,
 )
@@ -40,6 +42,8 @@ class Worker:
     q_gmem: Any  # [B, tiles, rows, H]
     k_gmem: Any  # [L, P, page_size, K, H]
     v_gmem: Any
+    k_scale_gmem: Any  # f32 [L, K], or None
+    v_scale_gmem: Any
     table_gmem: Any  # i32 [B, max_pages]
     lens_gmem: Any  # i32 [B]
     layer_gmem: Any  # i32 [1]
@@ -55,6 +59,10 @@ class Worker:
     k_arrived: Any  # slot -> barrier
     v_arrived: Any
     consumed: Any
+    k_pages_smem: Any  # [stages, block, H], as fetched; None unless pages are in float8
+    v_pages_smem: Any
+    k_fetched: Any
+    v_fetched: Any
     worker: Array
     tile: Array
     count: Array
@@ -99,6 +107,39 @@ class Worker:
             return self.following(unit)
 
         lax.fori_loop(0, self.count, step, self.begin)
+
+    def fetch_and_widen(self) -> None:
+        """Fetches units, and turns each into the operands of matmuls as many units later as there are stages."""
+        layer, page_size, stages = self.layer_gmem[0], self.k_gmem.shape[2], self.options.tiling.stages
+
+        def step(i: Array, unit: Unit) -> Unit:
+            begin, slot = unit.at * self.block, self.slot(i)
+            ids = page_ids(self.table_gmem, unit.sequence, unit.kv_len, begin, self.block, page_size)
+            where = (ids, begin, unit.kv_len, self.tile * self.options.shared + unit.head)
+
+            @pl.when(i >= 2 * stages)
+            def _wait():
+                plgpu.barrier_wait(self.consumed(slot))
+
+            for source, pages_smem, fetched, target, arrived in (
+                (self.k_gmem, self.k_pages_smem, self.k_fetched, self.k_smem, self.k_arrived),
+                (self.v_gmem, self.v_pages_smem, self.v_fetched, self.v_smem, self.v_arrived),
+            ):
+                pages = pages_smem.at[slot]
+
+                @pl.when(i >= stages)
+                def _widen(pages=pages, fetched=fetched, target=target, arrived=arrived):
+                    plgpu.barrier_wait(fetched(slot))
+                    widen(pages, target.at[slot])
+                    plgpu.barrier_arrive(arrived(slot))
+
+                @pl.when(i < self.count)
+                def _fetch(source=source, pages=pages, fetched=fetched):
+                    fetch_block(source.at[layer], *where, pages, fetched(slot))
+
+            return self.following(unit)
+
+        lax.fori_loop(0, self.count + stages, step, self.begin)
 
     # The warpgroup that computes
 
@@ -168,8 +209,9 @@ class Worker:
         own = lax.div(rows, self.options.group) == unit.head
         return jnp.where(own, values, other)
 
-    def scores(self, unit: Unit, slot: Array) -> tuple[Array, float]:
+    def scores(self, unit: Unit, slot: Array) -> tuple[Array, Any]:
         """Scores, -inf where a row does not see, and the factor that turns them into units of log 2."""
+        k_scale = scale_of(self.k_scale_gmem, self.layer_gmem[0], self.tile * self.options.shared + unit.head)
         plgpu.barrier_wait(self.k_arrived(slot))
 
         def product(ref):
@@ -177,7 +219,7 @@ class Worker:
             return ref[...]
 
         scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.block)))
-        scores, to_log2 = capped(scores, self.options.scoring)
+        scores, to_log2 = capped(scores, self.options.scoring, k_scale)
         partial = (unit.at + 1) * self.block > unit.kv_len - (self.options.q_len - 1)
         if self.options.scoring.sliding_window is not None:
             partial |= unit.at * self.block < unit.kv_len - self.options.scoring.sliding_window
@@ -215,11 +257,23 @@ class Worker:
             for c, out in enumerate(outs)
         ]
 
+    def v_scales(self, like: Array) -> Any:
+        """The scale of the values of each row's KV head."""
+        layer, shared = self.layer_gmem[0], self.options.shared
+        scales = [scale_of(self.v_scale_gmem, layer, self.tile * shared + head) for head in range(shared)]
+        if self.v_scale_gmem is None or shared == 1:
+            return scales[0]
+        rows = plgpu.broadcasted_iota(jnp.int32, like.shape, 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        by_row = jnp.broadcast_to(scales[0], like.shape)
+        for head, scale in enumerate(scales[1:], start=1):
+            by_row = jnp.where(lax.div(rows, self.options.group) == head, scale, by_row)
+        return by_row
+
     def store(
         self, unit: Unit, slot: Array, begun: Array, completed: Array, outs: list[Array], maximum: Array, total: Array
     ) -> None:
         """Writes what this worker, which has `begun` or `completed` the tile or both, has found out about it."""
-        inverse = jnp.where(total > 0, 1.0 / total, 0.0)
+        inverse = jnp.where(total > 0, 1.0 / total, 0.0) * self.v_scales(total)
         out_smem, width = self.k_smem.at[slot, pl.ds(0, ROWS)], outs[0].shape[1]  # keys and weights are done with
         for c, out in enumerate(outs):
             out_smem[:, pl.ds(c * width, width)] = (out * over(inverse, out)).astype(out_smem.dtype)

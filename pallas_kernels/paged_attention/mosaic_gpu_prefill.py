@@ -4,7 +4,8 @@ How this works. The query tokens of each sequence are cut into *tiles*. A CUDA b
 tile and one query head after another, heavy ones first: half of the rows in each of two warpgroups, while a third
 fetches keys and values by TMA, from the last block that the tile sees to the first, and on into the next tile. A
 computing warpgroup starts the scores of the next block and the output of this one together, and works on the softmax of
-the former while the tensor cores finish the latter (FlashAttention-3, arXiv 2407.08608).
+the former while the tensor cores finish the latter (FlashAttention-3, arXiv 2407.08608). Pages in float8 are widened by
+the warpgroup that fetches them: see `hopper.widen`.
 
 TMA with a swizzle moves whole units of eight rows, so XLA gathers the queries into a view where each sequence begins at
 a multiple of that; and output tiles begin at multiples of their size, so that a store never touches the rows of another
@@ -25,18 +26,20 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     INTERPRETER,
     LOG2_E,
     ROWS,
-    SHARED_MEMORY_BYTES,
     SWIZZLED,
     Scoring,
     fetch_block,
     iota,
     over,
     page_ids,
+    pages_type,
+    scale_of,
+    widen,
     zeros,
 )
 from jaxserve.pallas_kernels.paged_attention.prefill_softmax import TileOfWarpgroup
-from jaxserve.pallas_kernels.paged_attention.prefill_work import TILE, UNIT, Options, Tile, Tiling, Work
-from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+from jaxserve.pallas_kernels.paged_attention.prefill_work import TILE, UNIT, Options, Tile, Tiling, Work, rows_ahead
+from jaxserve.pallas_kernels.paged_attention.types import FP8, AttentionBatch, KVCache
 
 
 def paged_attention(
@@ -70,9 +73,11 @@ def _attend(
     """Output `[tiles * TILE, N, H]` and log-sum-exp `[N, tiles * TILE]`."""
     (_, N, H), num_rows = view.shape, work.tile.shape[0] * TILE
     block, stages = options.tiling.block, options.tiling.stages
+    ahead, pages_ahead = rows_ahead(block, stages, H, is_fp8=kv.k.dtype == FP8)
+    pages = pages_type((pages_ahead, block, H), kv.k.dtype)
     arrivals = block // min(block, kv.page_size)
-    # The next tile's queries are fetched ahead and outputs have a place of their own, if there is room
-    ahead = 2 if (3 * TILE + 2 * stages * block) * 2 * H <= SHARED_MEMORY_BYTES else 1
+    fetched = plgpu.Barrier(num_arrivals=arrivals, num_barriers=pages_ahead) if pages else None
+    arrived = plgpu.Barrier(num_arrivals=1 if pages else arrivals, num_barriers=stages)
     scratch = [
         plgpu.SMEM((ahead, 2, ROWS, H), view.dtype, transforms=SWIZZLED),
         plgpu.SMEM((2, ROWS, H), view.dtype, transforms=SWIZZLED) if ahead > 1 else None,
@@ -81,10 +86,14 @@ def _attend(
         plgpu.SMEM((2, ROWS), jnp.float32),
         plgpu.Barrier(num_arrivals=2, num_barriers=ahead),
         plgpu.Barrier(num_arrivals=2, num_barriers=ahead),
-        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        arrived,
+        arrived,
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        pages,
+        pages,
+        fetched,
+        fetched,
     ]
     if options.interpret:
         scratch.append(plgpu.SMEM((2, ROWS, block), view.dtype, transforms=SWIZZLED))
@@ -106,6 +115,8 @@ def _attend(
         view,
         kv.k,
         kv.v,
+        kv.k_scale,
+        kv.v_scale,
         batch.page_table,
         batch.kv_lens,
         work.tile,
@@ -125,6 +136,8 @@ class _Cta:
     q_gmem: Any  # [rows of the view, N, H]
     k_gmem: Any  # [L, P, page_size, K, H]
     v_gmem: Any
+    k_scale_gmem: Any  # f32 [L, K], or None
+    v_scale_gmem: Any
     table_gmem: Any  # i32 [S, max_pages]
     lens_gmem: Any  # i32 [S]
     work_gmem: tuple  # i32 [tiles] each: tile, sequence, row, position, num_rows of Work
@@ -143,6 +156,10 @@ class _Cta:
     v_arrived: Any
     k_consumed: Any
     v_consumed: Any
+    k_pages_smem: Any  # [blocks ahead, block, H], and barriers as many; None unless pages are in float8
+    v_pages_smem: Any
+    k_fetched: Any
+    v_fetched: Any
     weights_smem: Any  # [2, ROWS, block], only to interpret
     warpgroup: Array
     options: Options
@@ -209,11 +226,59 @@ class _Cta:
     # The warpgroup that fetches
 
     def fetch(self, tile: Tile, number: Array, num_blocks: Array) -> None:
-        N, (page_size, K) = self.q_gmem.shape[1], self.k_gmem.shape[2:4]
-        layer, kv_head = self.layer_gmem[0], lax.div(tile.head, N // K)
+        self.fetch_queries(tile, number)
 
+        def step(i, _):
+            slot, where = lax.rem(num_blocks + i, self.options.tiling.stages), self.where(tile, i)
+            for source, target, arrived, consumed in (
+                (self.k_gmem, self.k_smem, self.k_arrived, self.k_consumed),
+                (self.v_gmem, self.v_smem, self.v_arrived, self.v_consumed),
+            ):
+
+                @pl.when(num_blocks + i >= self.options.tiling.stages)
+                def _wait(consumed=consumed):
+                    plgpu.barrier_wait(consumed.at[slot])
+
+                fetch_block(source.at[self.layer_gmem[0]], *where, target.at[slot], arrived.at[slot])
+
+        lax.fori_loop(0, tile.count, step, None)
+
+    def fetch_and_widen(self, tile: Tile, number: Array, num_blocks: Array) -> None:
+        """Fetches blocks, and turns each into operands of matmuls some blocks later."""
+        stages, ahead = self.options.tiling.stages, self.k_pages_smem.shape[0]
+
+        def step(i, _):
+            page_slot, slot = lax.rem(num_blocks + i, ahead), lax.rem(num_blocks + i + (stages - ahead), stages)
+            for source, pages_smem, fetched, target, arrived, consumed in (
+                (self.k_gmem, self.k_pages_smem, self.k_fetched, self.k_smem, self.k_arrived, self.k_consumed),
+                (self.v_gmem, self.v_pages_smem, self.v_fetched, self.v_smem, self.v_arrived, self.v_consumed),
+            ):
+                pages = pages_smem.at[page_slot]
+
+                @pl.when((i >= ahead) & (num_blocks + i >= stages + ahead))
+                def _wait(consumed=consumed):
+                    plgpu.barrier_wait(consumed.at[slot])
+
+                @pl.when(i >= ahead)
+                def _widen(pages=pages, fetched=fetched, target=target, arrived=arrived):
+                    plgpu.barrier_wait(fetched.at[page_slot])
+                    widen(pages, target.at[slot])
+                    plgpu.barrier_arrive(arrived.at[slot])
+
+                @pl.when(i < tile.count)
+                def _fetch(source=source, pages=pages, fetched=fetched):
+                    fetch_block(source.at[self.layer_gmem[0]], *self.where(tile, i), pages, fetched.at[page_slot])
+
+            # Not before the tile's first blocks: the room for queries may be taken until the tile before is computed
+            @pl.when(i == ahead - 1)
+            def _fetch_queries():
+                self.fetch_queries(tile, number)
+
+        lax.fori_loop(0, tile.count + ahead, step, None)
+
+    def fetch_queries(self, tile: Tile, number: Array) -> None:
         @pl.when(self.is_used(tile))
-        def _queries():
+        def _():
             slot = self.q_slot(number)
 
             @pl.when(number >= self.q_smem.shape[0])
@@ -225,21 +290,14 @@ class _Cta:
                 there = self.q_smem.at[slot, warpgroup]
                 plgpu.copy_gmem_to_smem(self.q_gmem.at[rows, tile.head], there, self.q_arrived.at[slot])
 
-        def step(i, _):
-            slot, begin = lax.rem(num_blocks + i, self.options.tiling.stages), self.begin(tile, i)
-            ids = page_ids(self.table_gmem, tile.sequence, tile.kv_len, begin, self.block, page_size)
-            for source, target, arrived, consumed in (
-                (self.k_gmem, self.k_smem, self.k_arrived, self.k_consumed),
-                (self.v_gmem, self.v_smem, self.v_arrived, self.v_consumed),
-            ):
+    def where(self, tile: Tile, i: Array) -> tuple[list[Array], Array, Array, Array]:
+        """The i-th block, as `fetch_block` wants to know it."""
+        begin = self.begin(tile, i)
+        ids = page_ids(self.table_gmem, tile.sequence, tile.kv_len, begin, self.block, self.k_gmem.shape[2])
+        return ids, begin, tile.kv_len, self.kv_head(tile)
 
-                @pl.when(num_blocks + i >= self.options.tiling.stages)
-                def _wait(consumed=consumed):
-                    plgpu.barrier_wait(consumed.at[slot])
-
-                fetch_block(source.at[layer], ids, begin, tile.kv_len, kv_head, target.at[slot], arrived.at[slot])
-
-        lax.fori_loop(0, tile.count, step, None)
+    def kv_head(self, tile: Tile) -> Array:
+        return lax.div(tile.head, self.q_gmem.shape[1] // self.k_gmem.shape[3])
 
     # The warpgroups that compute
 
@@ -254,9 +312,13 @@ class _Cta:
         queries = outputs = self.q_smem.at[slot, self.warpgroup]
         plgpu.barrier_wait(self.q_arrived.at[slot])
         if sees:
-            rows = TileOfWarpgroup(cta=self, tile=tile, queries=queries, num_blocks=num_blocks)
+            k_scale, v_scale = (
+                scale_of(scale_gmem, self.layer_gmem[0], self.kv_head(tile))
+                for scale_gmem in (self.k_scale_gmem, self.v_scale_gmem)
+            )
+            rows = TileOfWarpgroup(cta=self, tile=tile, queries=queries, num_blocks=num_blocks, k_scale=k_scale)
             out, maximum, total = rows.attend()
-            out, lse = out * over(1.0 / total, out), maximum / LOG2_E + jnp.log(total)
+            out, lse = out * over(v_scale / total, out), maximum / LOG2_E + jnp.log(total)
         else:
             out, lse = zeros(queries.shape, plgpu.Layout.WGMMA), zeros((ROWS,), plgpu.Layout.WGMMA.reduce(1))
         if self.out_smem is not None:
@@ -287,6 +349,8 @@ def _attend_kernel(
     q_gmem,
     k_gmem,
     v_gmem,
+    k_scale_gmem,
+    v_scale_gmem,
     table_gmem,
     lens_gmem,
     tile_gmem,
@@ -309,6 +373,10 @@ def _attend_kernel(
     v_arrived,
     k_consumed,
     v_consumed,
+    k_pages_smem,
+    v_pages_smem,
+    k_fetched,
+    v_fetched,
     *weights_smem,
     options: Options,
 ):
@@ -317,6 +385,8 @@ def _attend_kernel(
         q_gmem=q_gmem,
         k_gmem=k_gmem,
         v_gmem=v_gmem,
+        k_scale_gmem=k_scale_gmem,
+        v_scale_gmem=v_scale_gmem,
         table_gmem=table_gmem,
         lens_gmem=lens_gmem,
         work_gmem=(tile_gmem, sequence_gmem, row_gmem, position_gmem, num_rows_gmem),
@@ -335,6 +405,10 @@ def _attend_kernel(
         v_arrived=v_arrived,
         k_consumed=k_consumed,
         v_consumed=v_consumed,
+        k_pages_smem=k_pages_smem,
+        v_pages_smem=v_pages_smem,
+        k_fetched=k_fetched,
+        v_fetched=v_fetched,
         weights_smem=weights_smem[0] if weights_smem else None,
         warpgroup=warpgroup,
         options=options,
@@ -342,11 +416,11 @@ def _attend_kernel(
 
     @pl.when(warpgroup == 2)
     def _fetch():
-        plgpu.set_max_registers(40, action="decrease")
-        cta.each_tile(cta.fetch)
+        plgpu.set_max_registers(40 if k_pages_smem is None else 56, action="decrease")
+        cta.each_tile(cta.fetch if k_pages_smem is None else cta.fetch_and_widen)
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(232 if k_pages_smem is None else 224, action="increase")
         cta.each_tile(cta.compute)
         plgpu.wait_smem_to_gmem(0)

@@ -21,6 +21,7 @@ class TileOfWarpgroup:
     tile: Tile
     queries: Any  # [ROWS, H], in shared memory
     num_blocks: Array
+    k_scale: Any
 
     def attend(self) -> tuple[Array, Array, Array]:
         """The output, not yet normalised, the maxima of the scores and the sums of the weights."""
@@ -106,7 +107,7 @@ class TileOfWarpgroup:
     def softmax(self, scores: Array, i: Array, maximum: Array, total: Array) -> tuple[Array, Array, Array, Array]:
         """Weights of the i-th block, the new maximum and total, and what the old ones have decayed to."""
         begin, options = self.cta.begin(self.tile, i), self.cta.options
-        scores, to_log2 = capped(scores, options.scoring)
+        scores, to_log2 = capped(scores, options.scoring, self.k_scale)
         partial = begin + self.cta.block > jnp.minimum(self.first_row + 1, self.tile.kv_len)
         if options.scoring.sliding_window is not None:
             partial |= begin <= self.first_row + (ROWS - 1) - options.scoring.sliding_window

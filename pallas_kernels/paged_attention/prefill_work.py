@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, Scoring
+from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, SHARED_MEMORY_BYTES, Scoring
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
 TILE = 2 * ROWS
@@ -91,6 +91,19 @@ def plan(batch: AttentionBatch, num_rows: int) -> Work:
         view=jnp.minimum((cu_q_lens[:-1] - unit_starts * UNIT)[view_sequence] + view, num_rows - 1),
         place=jnp.minimum(place, tile.size * TILE - 1),
     )
+
+
+def rows_ahead(block: int, stages: int, head_dim: int, *, is_fp8: bool) -> tuple[int, int]:
+    """Tiles whose queries are fetched ahead, of which two leave outputs a place of their own, and blocks that are
+    fetched in float8 before they are widened: as many as there is room for.
+    """
+
+    def needed(ahead: int, pages_ahead: int) -> int:
+        rows_of_tiles, rows_of_pages = TILE * (3 if ahead > 1 else 1), 2 * block * pages_ahead
+        return (2 * rows_of_tiles + 2 * 2 * block * stages + is_fp8 * rows_of_pages) * head_dim
+
+    choices = [(2, stages), (1, stages), (1, 1)]
+    return next(choice for choice in choices if needed(*choice) <= SHARED_MEMORY_BYTES)
 
 
 def _interval(ends: Array, x: Array) -> Array:

@@ -18,8 +18,9 @@ def paged_attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`softmax(cap(scale q k^T)) v` over the positions that each row sees, and the log of the softmax's denominator.
 
-    Query head n attends with the keys and values of head `n // (N / K)`. Source: arXiv 1706.03762, 2305.13245 (grouped
-    heads), 2004.05150 (sliding window), 2408.00118 (soft cap).
+    Keys and values are what the pages hold, times the scales of the cache if it has any. Query head n attends with
+    those of head `n // (N / K)`. Source: arXiv 1706.03762, 2305.13245 (grouped heads), 2004.05150 (sliding window),
+    2408.00118 (soft cap).
     """
     queries = np.asarray(q).astype(np.float32)
     num_rows, num_heads, _ = queries.shape
@@ -28,8 +29,8 @@ def paged_attention(
         if position < 0:
             continue
         first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-        keys = _read(kv.k, layer, batch.page_table, sequence, first, position + 1, num_heads)
-        values = _read(kv.v, layer, batch.page_table, sequence, first, position + 1, num_heads)
+        keys = _read(kv.k, kv.k_scale, layer, batch.page_table, sequence, first, position + 1, num_heads)
+        values = _read(kv.v, kv.v_scale, layer, batch.page_table, sequence, first, position + 1, num_heads)
         scores = np.einsum("nh,jnh->nj", queries[row], keys) * np.float32(scale)
         if soft_cap is not None:
             scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
@@ -56,11 +57,20 @@ def query_positions(batch: AttentionBatch, num_rows: int) -> list[tuple[int, int
 
 
 def _read(
-    cache: Array, layer: int, page_table: Array, sequence: int, first: int, end: int, num_heads: int
+    cache: Array,
+    scale: Array | None,
+    layer: int,
+    page_table: Array,
+    sequence: int,
+    first: int,
+    end: int,
+    num_heads: int,
 ) -> np.ndarray:
     """Positions `[first, end)` of one sequence, repeated for the query heads that share them: [end - first, N, H]."""
     pages = np.asarray(cache)[layer]
     page_size, num_kv_heads = pages.shape[1], pages.shape[2]
     table = np.asarray(page_table)[sequence]
-    tokens = [pages[table[j // page_size], j % page_size] for j in range(first, end)]
-    return np.repeat(np.stack(tokens).astype(np.float32), num_heads // num_kv_heads, axis=1)
+    tokens = np.stack([pages[table[j // page_size], j % page_size] for j in range(first, end)]).astype(np.float32)
+    if scale is not None:
+        tokens = tokens * np.asarray(scale)[layer][:, None]
+    return np.repeat(tokens, num_heads // num_kv_heads, axis=1)

@@ -8,25 +8,48 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+FP8 = jnp.float8_e4m3fn
+FP8_MAX = 448.0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """All layers' pages of one layer kind. Page 0 is never allocated: padding rows write there."""
+    """All layers' pages of one layer kind. Page 0 is never allocated: padding rows write there.
+
+    With pages in float8_e4m3fn, keys are `k_scale * k` and values `v_scale * v`: there is one scale a layer and head.
+    """
 
     k: Array  # [L, P, page_size, K, H]
     v: Array  # [L, P, page_size, K, H]
+    k_scale: Array | None = None  # f32 [L, K], above 0; None = 1
+    v_scale: Array | None = None
 
     @classmethod
     def zeros(
         cls, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
     ) -> "KVCache":
+        """Empty pages of this dtype, with scales of 1 if it is float8_e4m3fn."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-        return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+        scales = [jnp.ones((num_layers, num_kv_heads)) if dtype == FP8 else None for _ in range(2)]
+        return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), k_scale=scales[0], v_scale=scales[1])
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
+
+    def layer_scales(self, layer: int | Array) -> tuple[Array, Array] | None:
+        """The scales of keys and of values in one layer, f32 [K] each; None where nothing is scaled."""
+        if self.k_scale is None or self.v_scale is None:
+            return None
+        return self.k_scale[layer], self.v_scale[layer]
+
+
+def quantize(x: Array, scale: Array) -> Array:
+    """`x / scale` in float8_e4m3fn, rounded to the nearest; what is out of range becomes the largest, 448, and NaN
+    stays NaN. `x` is [T, K, H], `scale` f32 [K].
+    """
+    return jnp.clip(x.astype(jnp.float32) / scale[None, :, None], -FP8_MAX, FP8_MAX).astype(FP8)
 
 
 @jax.tree_util.register_dataclass

@@ -114,8 +114,10 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     if reader.batch.own_lens is not None:
         kv_lens = reader.batch.own_lens[sequences]
         first, num_blocks = jnp.zeros_like(first), jnp.max(-(-kv_lens // block))
-    dtype = matmul_dtype(Q * G, reader.kv.k.dtype)
-    q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * reader.scale).astype(dtype)
+    dtype = matmul_dtype(Q * G, q.dtype)
+    scales = reader.kv.layer_scales(reader.layer)
+    k_scale, v_scale = (1.0, 1.0) if scales is None else (scale[None, :, None, None] for scale in scales)
+    q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * (reader.scale * k_scale)).astype(dtype)
     row_position = jnp.repeat(positions, G, axis=1)[:, None, :, None]  # [W, 1, Q * G, 1]
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -144,7 +146,7 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     zero = jnp.zeros(q.shape[:-1], jnp.float32)
     acc, top, total = jax.lax.fori_loop(0, num_blocks, body, (jnp.zeros(q.shape, jnp.float32), zero + NOTHING, zero))
     empty = top == NOTHING
-    out = jnp.where(empty[..., None], 0.0, acc / jnp.where(empty, 1.0, total)[..., None])
+    out = jnp.where(empty[..., None], 0.0, v_scale * acc / jnp.where(empty, 1.0, total)[..., None])
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
     return out.reshape(W, K, Q, G, H), lse.reshape(W, K, Q, G)
 

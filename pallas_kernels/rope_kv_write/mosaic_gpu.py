@@ -5,6 +5,7 @@ the keys go the values of the same heads. The cache is passed as a mutable refer
 buffer itself. In XLA the same takes three kernels, and at few rows each costs little but its launch.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,8 +14,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER
-from jaxserve.pallas_kernels.paged_attention.types import KVCache
+from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, unsupported_dtypes
+from jaxserve.pallas_kernels.paged_attention.types import FP8, FP8_MAX, KVCache
 
 MAX_HEADS = 8  # that a CUDA block takes at a time
 MAX_BLOCKS = 1024  # rows that are in work at once
@@ -36,8 +37,8 @@ def for_heads(rotation: tuple[Array, Array], kv: KVCache) -> tuple[Array, Array]
 def unsupported(heads: Array, kv: KVCache) -> str | None:
     """Why the kernel cannot serve this call; None if it can."""
     H, K = heads.shape[2], kv.k.shape[3]
-    if heads.dtype not in ("bfloat16", "float16") or kv.k.dtype != heads.dtype:
-        return f"heads and cache must both be bfloat16 or both float16, got {heads.dtype} and {kv.k.dtype}"
+    if reason := unsupported_dtypes("heads", heads.dtype, kv):
+        return reason
     count = heads_at_a_time(K)
     if count * H // 2 % 128:
         return f"{count} heads at a time of {H} dimensions do not fill the vectors of a warpgroup"
@@ -74,8 +75,19 @@ def rope_kv_write(
         grid_names=("row", "part"),
         kernel_name="rope_kv_write",
         interpret=INTERPRETER if interpret else None,
-    )(heads, cos, sin, page_ids, page_offsets, jnp.asarray(layer, jnp.int32).reshape(1), k, v)
-    return q, KVCache(k=jax.freeze(k), v=jax.freeze(v))
+    )(
+        heads,
+        cos,
+        sin,
+        page_ids,
+        page_offsets,
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        kv.k_scale,
+        kv.v_scale,
+        k,
+        v,
+    )
+    return q, dataclasses.replace(kv, k=jax.freeze(k), v=jax.freeze(v))
 
 
 def _rotate_and_write(
@@ -85,6 +97,8 @@ def _rotate_and_write(
     page_ids_gmem,  # i32 [T]
     page_offsets_gmem,  # i32 [T]
     layer_gmem,  # i32 [1]
+    k_scale_gmem,  # f32 [L, K]; None: keys and values are written as they are
+    v_scale_gmem,
     k_gmem,  # [L, P, page_size, K, H]
     v_gmem,
     q_gmem,  # [T, N, H]
@@ -102,6 +116,12 @@ def _rotate_and_write(
         cos, sin = cos_gmem[row], sin_gmem[row]
         return (a * cos - b * sin).astype(q_gmem.dtype), (b * cos + a * sin).astype(q_gmem.dtype)
 
+    def scaled(x, scale_gmem, begin):
+        if scale_gmem is None:
+            return x
+        scales = _by_head([scale_gmem[layer_gmem[0], begin + i] for i in range(count)], x.shape)
+        return jnp.clip(x.astype(jnp.float32) / scales, -FP8_MAX, FP8_MAX).astype(FP8)
+
     def step(i, _):
         row = first + i * num_blocks
 
@@ -114,7 +134,19 @@ def _rotate_and_write(
         def _keys_and_values():
             begin = part * count - N
             some, there = pl.ds(begin, count), (layer_gmem[0], page_ids_gmem[row], page_offsets_gmem[row])
-            k_gmem[*there, some, low], k_gmem[*there, some, high] = rotated(row)
-            v_gmem[*there, some] = heads_gmem[row, pl.ds(N + K + begin, count)]
+            k_gmem[*there, some, low], k_gmem[*there, some, high] = (
+                scaled(x, k_scale_gmem, begin) for x in rotated(row)
+            )
+            v_gmem[*there, some] = scaled(heads_gmem[row, pl.ds(N + K + begin, count)], v_scale_gmem, begin)
 
     lax.fori_loop(0, lax.div(T - first + (num_blocks - 1), num_blocks), step, None)
+
+
+def _by_head(values: list[Array], shape: tuple[int, int]) -> Array:
+    """The i-th value in row i of `shape`."""
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=min(4, shape[0] * shape[1] // 128))
+    head = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    full = jnp.full(shape, values[0], jnp.float32)
+    for i, value in enumerate(values[1:], start=1):
+        full = jnp.where(head == i, value, full)
+    return full

@@ -131,6 +131,8 @@ def test_serve_reports_the_fields_of_vllm(run, tmp_path):
     assert (result["completed"], result["failed"]) == (4, 0)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (24, 12)
     assert result["goodput_attainment"] == 1.0
+    assert result["expert_bytes_per_request"] == 5 * 3  # the fake counts five bytes a token
+    assert 5 <= result["expert_bytes_per_step"] <= 5 * 4
     assert {
         f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")
     } <= set(result)

@@ -79,6 +79,13 @@ def test_the_command_of_the_docs_reaches_the_engine(run):
     assert (code, out[:6]) == (0, "80 81 ")
 
 
+def test_the_command_of_the_page_on_the_kv_cache_reaches_the_engine(run):
+    page = (Path(__file__).parents[2] / "docs" / "kv_cache.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"```sh\njaxserve (.*?)```", page, flags=re.DOTALL)
+    code, _, _, llm = run(*shlex.split(command))
+    assert (code, llm.options["kv_cache_dtype"]) == (0, "fp8")
+
+
 def test_a_form_that_cannot_be_meant_is_a_mistake_of_the_caller(run, tmp_path):
     latin = tmp_path / "latin.json"
     latin.write_bytes(b"\xff")

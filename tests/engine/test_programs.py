@@ -127,7 +127,7 @@ def test_programs_cover_every_plan_that_the_budget_allows(backend, max_num_seqs,
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     options = {"num_pages": 4096, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
     engine_config = EngineConfig.of("m", max_model_len=64, **options)
-    scheduler, config = resolve(engine_config, get_model(LLAMA).config, params_bytes=0, dtype_bytes=2)
+    scheduler, config = resolve(engine_config, get_model(LLAMA).config, params_bytes=0)
     shapes = default_shapes(config)
     assert [shape.cost for shape in shapes] == sorted(shape.cost for shape in shapes)
     for rows in {*range(0, max_num_seqs, 7), min(16, max_num_seqs), min(17, max_num_seqs), max_num_seqs}:

@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array
 
 from jaxserve.pallas_kernels.paged_attention import AttentionBatch, KVCache
+from jaxserve.pallas_kernels.paged_attention.types import FP8
 
 LAYERS, LAYER = 2, 1
 
@@ -79,8 +80,11 @@ CASES = (
 )
 
 
-def inputs(case: Case, dtype, *, unused: float = np.nan) -> tuple[Array, KVCache, AttentionBatch]:
-    """Random queries and cache; slots that hold no token hold `unused`, and spare page-table entries a wild id."""
+def inputs(case: Case, dtype, kv_dtype=None, *, unused: float = np.nan) -> tuple[Array, KVCache, AttentionBatch]:
+    """Random queries and cache; slots that hold no token hold `unused`, and spare page-table entries a wild id.
+
+    The cache is of `kv_dtype`, else of `dtype`; one in float8 has another scale for each layer and head.
+    """
     rng = np.random.default_rng(len(case.name))
     N, K, H = case.heads
     num_seqs, page_size = len(case.kv_lens), case.page_size
@@ -104,4 +108,9 @@ def inputs(case: Case, dtype, *, unused: float = np.nan) -> tuple[Array, KVCache
         cu_q_lens=cu_q_lens,
         max_q_len=case.max_q_len,
     )
-    return jnp.asarray(q, dtype), KVCache(k=jnp.asarray(k, dtype), v=jnp.asarray(v, dtype)), batch
+    kv = KVCache(k=jnp.asarray(k, kv_dtype or dtype), v=jnp.asarray(v, kv_dtype or dtype))
+    if kv_dtype == FP8:
+        step = np.arange(2)[:, None, None] + np.arange(LAYERS)[:, None] + np.arange(K)
+        k_scale, v_scale = jnp.asarray(0.4 * 2.0 ** (step % 3) * rng.uniform(0.9, 1.1, step.shape), jnp.float32)
+        kv = dataclasses.replace(kv, k_scale=k_scale, v_scale=v_scale)
+    return jnp.asarray(q, dtype), kv, batch

@@ -183,8 +183,8 @@ def check_rows(work: prefill.Work, live: int, kv_lens, q_lens) -> None:
     assert sorted(covered) == list(range(q_lens.sum()))
 
 
-def cache(head_dim: int) -> KVCache:
-    pages = jax.ShapeDtypeStruct((1, 2, 64, 1, head_dim), jnp.bfloat16)
+def cache(head_dim: int, dtype=jnp.bfloat16) -> KVCache:
+    pages = jax.ShapeDtypeStruct((1, 2, 64, 1, head_dim), dtype)
     return KVCache(k=pages, v=pages)
 
 
@@ -196,6 +196,25 @@ def test_every_tiling_fits_the_shared_memory(head_dim):
         queries, unit = rows * mosaic_gpu.ROWS * head_dim * 2, 2 * tiling.block * head_dim * 2
         assert tiling.stages >= (3 if kernel == "decode" else 2)
         assert pairs * (queries + tiling.stages * unit) <= 232_448 - 2048
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_tiling_for_pages_in_float8_fits_the_shared_memory_beside_what_they_become(head_dim):
+    decode = mosaic_gpu.decode_tiling(cache(head_dim, jnp.float8_e4m3fn))
+    rows, position_bytes = mosaic_gpu.ROWS * head_dim * 2, 2 * head_dim * (1 + 2)
+    assert decode.stages >= 2
+    assert decode.pairs * (rows + decode.stages * decode.block * position_bytes) <= 232_448 - 2048
+    tiling = mosaic_gpu.prefill_tiling(cache(head_dim, jnp.float8_e4m3fn))
+    ahead, pages_ahead = prefill.rows_ahead(tiling.block, tiling.stages, head_dim, is_fp8=True)
+    assert 1 <= pages_ahead <= tiling.stages
+    rows = {1: 2, 2: 6}[ahead] * mosaic_gpu.ROWS * head_dim * 2
+    blocks = 2 * tiling.block * head_dim * (2 * tiling.stages + pages_ahead)
+    assert rows + blocks <= 232_448 - 2048
+
+
+def test_a_tiling_that_was_measured_in_bfloat16_is_not_taken_for_float8():
+    assert mosaic_gpu.decode_tiling(cache(128)).stages == 3
+    assert mosaic_gpu.decode_tiling(cache(128, jnp.float8_e4m3fn)).stages == 2  # more do not fit
 
 
 def test_a_measured_tiling_takes_the_place_of_the_computed_one(monkeypatch):

@@ -17,7 +17,8 @@ from attention_cases import CASES, LAYER, Case, inputs
 
 import jaxserve.pallas_kernels.paged_attention as package
 from jaxserve.pallas_kernels import fallback
-from jaxserve.pallas_kernels.paged_attention import KVCache, mosaic_gpu, paged_attention, prepare, reference
+from jaxserve.pallas_kernels.paged_attention import mosaic_gpu, paged_attention, prepare, reference
+from jaxserve.pallas_kernels.paged_attention.types import FP8
 
 ON_GPU = jax.devices()[0].platform == "gpu"
 by_name = {case.name: case for case in CASES}
@@ -35,6 +36,7 @@ FAST_CASES = (
     "prefill_chunks",
     "prefill_rows_in_place_padded",
 )
+FAST_FP8_CASES = ("decode_page_64", "decode_tiles_of_five_and_two_parts", "prefill_chunks")
 FAST_WRONG = (("ragged_last_page", "sees_one_less"), ("prefill_padded", "neighbours_page"))
 
 need_interpreter = pytest.mark.skipif(
@@ -83,17 +85,21 @@ def error(got, expected, batch, dtype) -> float:
 
 def all_cases():
     for case in CASES:
-        yield pytest.param("xla", case, jnp.float32, id=f"xla-{case.name}-f32")
-        yield pytest.param("xla", case, jnp.bfloat16, id=f"xla-{case.name}-bf16")
+        yield pytest.param("xla", case, jnp.float32, None, id=f"xla-{case.name}-f32")
+        yield pytest.param("xla", case, jnp.bfloat16, None, id=f"xla-{case.name}-bf16")
         fast = case.name in FAST_CASES
-        yield mosaic("mosaic_gpu", case, jnp.bfloat16, fast=fast, name=f"mosaic_gpu-{case.name}-bf16")
+        marks = [] if fast else [pytest.mark.full]
+        yield pytest.param("xla", case, jnp.bfloat16, FP8, id=f"xla-{case.name}-fp8", marks=marks)
+        yield mosaic("mosaic_gpu", case, jnp.bfloat16, None, fast=fast, name=f"mosaic_gpu-{case.name}-bf16")
+        fast = case.name in FAST_FP8_CASES
+        yield mosaic("mosaic_gpu", case, jnp.bfloat16, FP8, fast=fast, name=f"mosaic_gpu-{case.name}-fp8")
     for name in ("ragged_last_page", "decode_32_8_128", "prefill_chunks", "prefill_soft_cap"):
-        yield mosaic("mosaic_gpu", by_name[name], jnp.float16, fast=False, name=f"mosaic_gpu-{name}-f16")
+        yield mosaic("mosaic_gpu", by_name[name], jnp.float16, None, fast=False, name=f"mosaic_gpu-{name}-f16")
 
 
-@pytest.mark.parametrize(("implementation", "case", "dtype"), [*all_cases()])
-def test_agrees_with_the_definition_and_reads_no_unused_slot(implementation, case, dtype):
-    q, kv, batch = inputs(case, dtype)
+@pytest.mark.parametrize(("implementation", "case", "dtype", "kv_dtype"), [*all_cases()])
+def test_agrees_with_the_definition_and_reads_no_unused_slot(implementation, case, dtype, kv_dtype):
+    q, kv, batch = inputs(case, dtype, kv_dtype)
     expected, expected_lse = reference.paged_attention(q, kv, LAYER, batch, **case.options)
     out, lse = run(q, kv, batch, case.options, implementation)
     assert error(out, expected, batch, dtype) < 1
@@ -157,6 +163,26 @@ def test_a_plausible_wrong_answer_is_out_of_bounds(implementation, name, wrong, 
     else:
         got, _ = run(q, kv, changed[0], changed[1], implementation)
     assert not error(got, expected, batch, dtype) < 1  # NaN is out of bounds too
+
+
+WRONG_SCALES = {
+    "none": lambda scale: None,
+    "another_head's": lambda scale: jnp.roll(scale, 1, axis=1),
+    "another_layer's": lambda scale: jnp.roll(scale, 1, axis=0),
+    "its_inverse": lambda scale: 1 / scale,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SCALES)
+@pytest.mark.parametrize("of", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("name", ["ragged_last_page", "prefill_padded"])
+def test_a_wrong_scale_is_out_of_bounds(name, of, wrong):
+    case = by_name[name]
+    q, kv, batch = inputs(case, jnp.bfloat16, FP8)
+    expected, _ = reference.paged_attention(q, kv, LAYER, batch, **case.options)
+    changed = dataclasses.replace(kv, **{of: WRONG_SCALES[wrong](getattr(kv, of))})
+    got, _ = reference.paged_attention(q, changed, LAYER, batch, **case.options)
+    assert error(got, expected, batch, jnp.bfloat16) > 1
 
 
 @pytest.mark.parametrize(
@@ -267,7 +293,7 @@ def test_what_is_not_a_number_in_one_sequence_stays_there(implementation, name):
     q, kv, batch = inputs(case, jnp.bfloat16)
     expected, expected_lse = run(q, kv, batch, case.options, implementation)
     first = int(batch.page_table[0, 0])
-    kv = KVCache(k=kv.k, v=kv.v.at[LAYER, first, 0].set(jnp.inf))
+    kv = dataclasses.replace(kv, v=kv.v.at[LAYER, first, 0].set(jnp.inf))
     out, lse = run(q, kv, batch, case.options, implementation)
     sequences = np.array([s for s, _ in reference.query_positions(batch, len(out))])
     assert not np.isfinite(out[sequences == 0]).all()
@@ -279,6 +305,24 @@ def test_mosaic_gpu_wants_queries_and_cache_of_one_dtype():
     q, kv, batch = inputs(by_name["one_token"], jnp.bfloat16)
     assert mosaic_gpu.unsupported(q, kv, batch) is None
     assert "got float16 and bfloat16" in (mosaic_gpu.unsupported(q.astype(jnp.float16), kv, batch) or "")
+
+
+def test_mosaic_gpu_takes_pages_in_float8_with_scales_beside_queries_of_16_bits():
+    q, kv, batch = inputs(by_name["one_token"], jnp.bfloat16, FP8)
+    assert mosaic_gpu.unsupported(q, kv, batch) is None
+    assert mosaic_gpu.unsupported(q.astype(jnp.float16), kv, batch) is None
+    assert "got float32 and float8_e4m3fn" in (mosaic_gpu.unsupported(q.astype(jnp.float32), kv, batch) or "")
+    bare = dataclasses.replace(kv, k_scale=None, v_scale=None)
+    assert "the cache may be float8_e4m3fn with scales" in (mosaic_gpu.unsupported(q, bare, batch) or "")
+
+
+@need_interpreter
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_a_query_that_float16_cannot_hold_does_not_become_nan(implementation):
+    case = by_name["ragged_last_page"]
+    q, kv, batch = inputs(case, jnp.bfloat16, FP8)
+    out, _ = run(q.at[0, 0, 0].set(1e30), kv, batch, case.options, implementation)
+    assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize(

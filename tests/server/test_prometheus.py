@@ -125,6 +125,7 @@ def test_a_scrape_shows_what_the_engine_counted_and_what_was_observed():
             ("prefix_cache_queries_total",): 100,
             ("prefix_cache_hits_total",): 40,
             ("request_success_total", "length"): 2,
+            ("expert_bytes_total",): 100 * found["num_steps_total",],
             ("time_to_first_token_seconds_count",): 2,
             ("inter_token_latency_seconds_count",): 6,
             ("request_generation_tokens_sum",): 8,
