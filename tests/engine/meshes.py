@@ -67,7 +67,8 @@ def start(model: str, **options) -> LLM:
     """An engine whose pages hold NaN until they are written."""
     llm = LLM(model, **(OPTIONS | options))
     runner = llm.llm_engine.core.runner
-    runner.kv = jax.tree.map(lambda pages: pages + jnp.nan, runner.kv)
+    nan = lambda leaf: jnp.full_like(leaf, jnp.nan, device=leaf.sharding) if leaf.ndim == 5 else leaf  # noqa: E731
+    runner.kv = jax.tree.map(nan, runner.kv)
     return llm
 
 

@@ -169,6 +169,15 @@ def test_the_mesh_composes_with(models, alone, options, kv, tp):
 
 
 @pytest.mark.full
+def test_pages_in_float8_are_split_with_their_scales(models):
+    one = start(models["dense"], kv_cache_dtype="fp8")
+    split = start(models["dense"], kv_cache_dtype="fp8", kv_parallel_size=2, tensor_parallel_size=3)
+    assert tokens(split) == tokens(one)
+    for llm in (one, split):
+        llm.close()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("kv", "tp"), [(4, 1), (2, 4)])
 def test_preempted_requests_go_on_as_on_one_device(models, alone, kv, tp):
     few = 40 + kv  # those of one request of max_model_len, and a null page a rank
