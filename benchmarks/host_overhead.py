@@ -51,6 +51,7 @@ class NullRunner(Runner):
     """A runner without device: packs plans as ever, and samples token 65 + slot % 26."""
 
     num_layers = 48
+    expert_bytes = 0
 
     def __init__(self, config: RunnerConfig):
         self.config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
@@ -58,7 +59,7 @@ class NullRunner(Runner):
         self.kv, self._sequences, self._sampling = {}, None, None
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._spans, self._max_spans, self._warm_up_jobs, self._frontiers = set(), 4096, [], {}
-        self._forward = NullPrograms(lambda params, kv, sequences, *_: (np.zeros(0), np.zeros(0), kv, sequences))
+        self._forward = NullPrograms(lambda params, kv, sequences, *_: (np.zeros(0), np.zeros(0), None, kv, sequences))
         self._sample = NullPrograms(self._null_sample)
         self._update_tables = NullPrograms(lambda sequences, rows: sequences)
         self._start_slots = NullPrograms(lambda sequences, sampling, ints, floats: (sequences, sampling))
