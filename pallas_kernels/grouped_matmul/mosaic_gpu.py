@@ -50,14 +50,14 @@ def fused_moe(
     (T, D), (_, E, _, F) = x.shape, down.shape
     up, across = tilings(T, top_k, E, D, F)
     real = jnp.ones(T, bool) if real is None else real
-    how = {"normalize": normalize, "interpret": interpret}
+    how, by_kernels = {"normalize": normalize, "interpret": interpret}, by_kernel(E, top_k)
     are_some = logits.shape[1] > E  # the others are another device's
-    if by_kernel(E, top_k) and T <= ROWS and not are_some:
+    if by_kernels and T <= ROWS and not are_some:
         rows, work, places, weights = route_and_permute(x, logits, real, gate_up, layer, top_k, up, **how)
     else:
         if are_some:
             picks, weights = route_some(logits, real, top_k, normalize, first_expert, E)
-        elif by_kernel(E, top_k):
+        elif by_kernels:
             picks, weights = choose(logits, real, top_k, **how)
         else:
             picks, weights = route(logits, real, top_k, normalize)

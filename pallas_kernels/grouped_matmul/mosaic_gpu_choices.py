@@ -27,9 +27,8 @@ def square(*shape: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    logits_smem: (
-        Any  # f32 [E / ROWS, ROWS, ROWS]: Mosaic swizzles it, and a slice of columns loses how (jax 0.11, 0.12)
-    )
+    # f32 [E / ROWS, ROWS, ROWS]: Mosaic swizzles it, and a slice of columns would lose how (jax 0.11, 0.12)
+    logits_smem: Any
     largest_smem: Any  # f32 [top_k, ROWS], the logits of the choices
     chosen_smem: Any  # f32 [top_k, ROWS], their experts; NONE where that is -inf or not a number, or no token
     picks_smem: Any  # [ROWS, E], one where a token picks an expert
