@@ -164,13 +164,7 @@ class EngineConfig:
             TypeError: an unknown option; the message lists the known ones.
             ParameterError: a value out of range.
         """
-        groups = {
-            "model": ModelOptions,
-            "cache": CacheOptions,
-            "parallel": ParallelOptions,
-            "scheduler": SchedulerOptions,
-            "runtime": RuntimeOptions,
-        }
+        groups: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
         owner = {field.name: group for group, kind in groups.items() for field in dataclasses.fields(kind)}
         unknown = sorted(set(options) - set(owner))
         if unknown:

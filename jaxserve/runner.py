@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 # A program for CPU takes some 30 memory maps a layer, also for layers that only decode rows pass, and there are up to
 # three programs of a span; Linux gives a process 65,530
 MAX_LAYERS_OF_SPANS = 480
+# JAX keeps what it compiled, and its memory maps, by function and for as long as the process lives
+STEPS = (forward_step, sample_step, score_step, update_tables, start_slots, start_edits, update_masks)
 SLOTS_A_CALL = 8
 UPDATES_A_CALL = (16, 128, 1024)
 MASKS_A_CALL = (8, 64)
@@ -371,11 +373,15 @@ class Runner:
         return self._model.config.num_layers
 
     def close(self) -> None:
-        """Ends compiles and lets go of the weights and the cache: another engine may need the memory."""
+        """Ends compiles and lets go of weights, cache and programs: another engine may need the memory."""
         self._compiler.close()
         self._params, self._head, self.kv, self._frontiers = {}, {}, {}, {}
         for state in jax.tree.leaves((self._sequences, self._sampling)):
             state.delete()
+        for table in self._tables:
+            table.clear()
+        for step in STEPS:  # for other engines this means to trace again
+            step.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract
