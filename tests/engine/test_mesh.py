@@ -9,6 +9,7 @@ from meshes import DENSE, EDITED, GREEDY, MODELS, OPTIONS, PROMPTS, SEEDED, coll
 from jaxserve.exceptions import ParameterError
 from jaxserve.layers.sampler import SamplingFeatures
 from jaxserve.runner import Rows
+from jaxserve.scheduler import layered
 from jaxserve.step_programs import SampleShape, StepShape
 
 FEW = [("dense", 2, 2)]
@@ -154,17 +155,20 @@ def test_sizes_that_do_not_fit_are_refused(models, options, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefill": "layered", "warm_up": "blocking", "max_num_batched_tokens": 64},
+        {"prefill": "layered"},
         {"async_scheduling": False, "enable_prefix_caching": False, "page_size": 16},
         {"max_num_seqs": 8, "max_num_batched_tokens": 128},
     ],
     ids=str,
 )
 @pytest.mark.parametrize(("kv", "tp"), [(4, 1), (2, 4)])
-def test_the_mesh_composes_with(models, alone, options, kv, tp):
+def test_the_mesh_composes_with(models, alone, options, kv, tp, monkeypatch):
+    monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", 4)
     llm = start(models["dense"], kv_parallel_size=kv, tensor_parallel_size=tp, **options)
     assert tokens(llm) == alone("dense")
     assert tokens(llm) == alone("dense")  # a second time, with a filled prefix cache
+    spans = {shape.span for shape in llm.llm_engine.core.runner._forward._ready} - {None}
+    assert spans == ({(0, 1), (1, 2)} if "prefill" in options else set())
     llm.close()
 
 
