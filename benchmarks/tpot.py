@@ -8,11 +8,13 @@
     start              `LLM(...)` to ready, with every default program compiled or found in the compile cache; the peer
                        is vLLM's start with CUDA graphs
     qwen3_30b_*        the same of a mixture of experts
+    *_kv1_tp2          the same on two GPUs, with this many ranks of KV and tensor parallelism
 
 The peer, vLLM 0.23 on one H200 (bfloat16, CUDA graphs, prefix caching off), was measured with the same settings:
 greedy, ignore_eos, no detokenising, in-process step loop, max_num_seqs 256, token budget 8192, memory 0.85.
 
     python -m benchmarks.tpot [--model qwen3-30b-a3b] [--only 64x1024 ...] [--warm-up off] [--cache DIR] [--save DIR]
+                              [--tensor-parallel-size 2 | --kv-parallel-size 2]
 """
 
 import argparse
@@ -84,6 +86,18 @@ QWEN = Shape(
     start=(120.0, 120.0, 120.0),
 )
 SHAPES = {shape.name: shape for shape in (LLAMA, QWEN)}
+LLAMA_ON_TWO = dataclasses.replace(  # beside vLLM with tensor_parallel_size 2 and its one-shot all-reduce
+    LLAMA,
+    cases=(
+        Case(1, 128, 3.50, 3.9, 3.3),
+        Case(16, 128, 3.69, 4.1, 3.5),
+        Case(64, 1024, 5.03, 5.5, 4.8),
+        Case(256, 1024, 11.3, 12.0, 10.5),
+        Case(8, 32_000, 7.76, 8.3, 7.4),
+        Case(1, 120_000, 5.39, 5.8, 5.1),
+    ),
+    prefill=(64_000, 64_000, 71_200),
+)
 REST_S = 1.0  # before each call: seconds of prefill heat the card, and the next seconds are up to 3 % slower
 
 
@@ -191,12 +205,19 @@ def main() -> None:
     parser.add_argument("--warm-up", default="blocking", choices=["blocking", "off"])
     parser.add_argument("--cache", default=None, help="compile cache; an empty folder measures a cold start")
     parser.add_argument("--save", type=Path, help="folder for the rows as tpot.jsonl")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--kv-parallel-size", type=int, default=1)
     options = parser.parse_args()
     shape = SHAPES[options.model]
+    kv, tp = options.kv_parallel_size, options.tensor_parallel_size
+    if kv * tp > 1:
+        shape = LLAMA_ON_TWO if shape is LLAMA and kv * tp == 2 else shape
+        shape = dataclasses.replace(shape, suffix=f"{shape.suffix}_kv{kv}_tp{tp}")
     card = card_rows()
     began = time.perf_counter()
     cache = {} if options.cache is None else {"compilation_cache_dir": options.cache}
-    llm = engine(shape=shape, warm_up=options.warm_up, **cache)
+    sizes = {"kv_parallel_size": kv, "tensor_parallel_size": tp}
+    llm = engine(shape=shape, warm_up=options.warm_up, **sizes, **cache)
     started = time.perf_counter() - began
     print({name: round(value, 2) for name, value in llm.get_metrics().items() if "start_" in name}, flush=True)
     start = against(shape.start, lower_is_better=True)

@@ -51,9 +51,9 @@ class CacheOptions:
     """
 
     page_size: int | None = None  # tokens; None = 16 on CPU, 64 elsewhere
-    num_pages: int | None = None  # overrides what memory would allow (tests force pre-emption with it)
+    num_pages: int | None = None  # in all, overrides what memory would allow (tests force pre-emption with it)
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"  # auto = the model's; fp8 holds twice the tokens
-    kv_cache_memory_bytes: int | None = None  # None = from device_memory_utilization; 1 GiB on CPU
+    kv_cache_memory_bytes: int | None = None  # of each device; None = from device_memory_utilization; 1 GiB on CPU
     device_memory_utilization: float = 0.9  # share for weights and pool together
     enable_prefix_caching: bool = True
 
@@ -67,6 +67,24 @@ class CacheOptions:
         _flag("enable_prefix_caching", self.enable_prefix_caching)
         if not 0.0 < self.device_memory_utilization <= 1.0:
             raise ParameterError("device_memory_utilization", self.device_memory_utilization, "in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How many devices share the model: the product of both, the first ones that JAX finds.
+
+    Weights are split over all of them. Tensor parallelism also splits the KV cache by heads, as far as there are KV
+    heads; KV parallelism splits it by pages, so that it holds more, and long contexts are read by all devices at once.
+    """
+
+    tensor_parallel_size: int = 1
+    kv_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "kv_parallel_size"):
+            if getattr(self, name) is None:
+                raise ParameterError(name, None, "an integer >= 1")
+            _at_least(name, getattr(self, name), 1, 2**16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +147,7 @@ class EngineConfig:
 
     model: ModelOptions
     cache: CacheOptions
+    parallel: ParallelOptions
     scheduler: SchedulerOptions
     runtime: RuntimeOptions
 
@@ -145,12 +164,7 @@ class EngineConfig:
             TypeError: an unknown option; the message lists the known ones.
             ParameterError: a value out of range.
         """
-        groups = {
-            "model": ModelOptions,
-            "cache": CacheOptions,
-            "scheduler": SchedulerOptions,
-            "runtime": RuntimeOptions,
-        }
+        groups: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
         owner = {field.name: group for group, kind in groups.items() for field in dataclasses.fields(kind)}
         unknown = sorted(set(options) - set(owner))
         if unknown:
@@ -173,6 +187,7 @@ class RunnerConfig:
     mixed_decode_rows: tuple[int, ...]  # B of the steps that hold prefill rows too
     prefill_tokens: tuple[int, ...]  # T, ascending
     padded_decode_rows: tuple[int, ...] = ()  # those B whose rows the largest T does without, so that B + T fits it
+    kv_parallel_size: int = 1  # ranks that share the pages, each with a null page
 
     @property
     def max_pages(self) -> int:
@@ -191,6 +206,9 @@ def prefill_seqs(num_tokens: int) -> int:
 def resolve(config: EngineConfig, model: ModelConfig, *, params_bytes: int) -> tuple[SchedulerConfig, RunnerConfig]:
     """Turns "auto" into numbers for this backend.
 
+    Args:
+        model: as one device runs it, like params_bytes.
+
     Raises:
         ValueError: the KV pool cannot hold one request of max_model_len; the message gives the feasible length.
     """
@@ -199,9 +217,10 @@ def resolve(config: EngineConfig, model: ModelConfig, *, params_bytes: int) -> t
     options = config.scheduler
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
+    ranks = config.parallel.kv_parallel_size
     page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
-    num_pages = _num_pages(config.cache, page_bytes, params_bytes, on_cpu)
-    max_model_len = _max_model_len(config, model, num_pages, page_size)
+    num_pages = _num_pages(config.cache, page_bytes, params_bytes, on_cpu, ranks)
+    max_model_len = _max_model_len(config, model, num_pages - ranks, page_size)
     if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
         budget = max(budget, max_model_len)
     tokens = _prefill_buckets(16 if on_cpu else 256, budget)
@@ -236,6 +255,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, params_bytes: int) -> t
         mixed_decode_rows=tuple(sorted(mixed)),
         prefill_tokens=tokens,
         padded_decode_rows=tuple(padded),
+        kv_parallel_size=ranks,
     )
     return scheduler, runner
 
@@ -251,8 +271,13 @@ def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, on_cpu: bool) -> int:
+def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, on_cpu: bool, num_ranks: int) -> int:
     if cache.num_pages is not None:
+        if cache.num_pages % num_ranks or cache.num_pages < 2 * num_ranks:
+            raise ValueError(
+                f"num_pages must be a multiple of kv_parallel_size {num_ranks} and hold two pages for each rank, got "
+                f"{cache.num_pages}; give {max(2, -(-cache.num_pages // num_ranks)) * num_ranks}"
+            )
         return cache.num_pages
     budget = cache.kv_cache_memory_bytes
     if budget is None and on_cpu:
@@ -266,11 +291,11 @@ def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, on_cpu: 
             f"no room for a KV pool: {budget} bytes are left after {params_bytes} bytes of weights, a page takes "
             f"{page_bytes}; raise device_memory_utilization or kv_cache_memory_bytes"
         )
-    return budget // page_bytes
+    return budget // page_bytes * num_ranks
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int, page_size: int) -> int:
-    feasible = (num_pages - 1) * page_size  # page 0 is the null page
+def _max_model_len(config: EngineConfig, model: ModelConfig, num_usable: int, page_size: int) -> int:
+    feasible = num_usable * page_size
     wanted = config.model.max_model_len
     if wanted is None:
         return min(model.max_position_embeddings, feasible)
@@ -280,7 +305,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int, pag
         )
     if wanted > feasible:
         raise ValueError(
-            f"the KV pool holds {feasible} tokens ({num_pages - 1} pages of {page_size}), less than one request of "
+            f"the KV pool holds {feasible} tokens ({num_usable} pages of {page_size}), less than one request of "
             f"max_model_len {wanted}; lower max_model_len to {feasible} or raise kv_cache_memory_bytes"
         )
     return wanted

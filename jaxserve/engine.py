@@ -18,6 +18,7 @@ from jaxserve.metrics import StepRecord
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.sharding.mesh import make_mesh
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ def load_model(config: EngineConfig) -> weights.LoadedModel:
         tokenizer=options.tokenizer,
         seed=options.seed,
         stacked=jax.default_backend() != "cpu",
+        mesh=make_mesh(config.parallel.kv_parallel_size, config.parallel.tensor_parallel_size),
     )
 
 

@@ -29,6 +29,7 @@ from jaxserve.scheduler import (
     prefill_policy,
 )
 from jaxserve.scheduler.step_time import StepWork
+from jaxserve.sharding.mesh import bytes_a_device
 from jaxserve.step_future import StepFuture
 
 
@@ -65,7 +66,7 @@ class EngineCore:
             ValueError: the options do not fit the model or the machine.
         """
         vocab_size = loaded.model.config.vocab_size
-        params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
+        params_bytes = sum(map(bytes_a_device, jax.tree.leaves(loaded.params)))
         scheduler_config, runner_config = resolve(config, loaded.model.config, params_bytes=params_bytes)
         blocks = config.runtime.warm_up == "blocking"
         threads = min(8, num_cpus()) if blocks else 1  # beside running steps one thread has to do
@@ -73,7 +74,7 @@ class EngineCore:
             loaded.model, loaded.params, runner_config, kv_dtype=config.kv_dtype, num_compile_threads=threads
         )
         prefill = prefill_policy(scheduler_config, runner.num_layers, runner.span_rows)
-        pool = PagePool(num_pages=runner_config.num_pages, page_size=runner_config.page_size)
+        pool = PagePool(runner_config.num_pages, runner_config.page_size, runner_config.kv_parallel_size)
         scheduler = Scheduler(
             scheduler_config,
             pool,

@@ -125,6 +125,10 @@ class Programs[K: Key]:
             futures.append(self._pending[key])
         return futures
 
+    def clear(self) -> None:
+        """Lets go of all programs."""
+        self._ready.clear()
+
     def _wait(self, key: K) -> Callable:
         start = time.monotonic()
         if key in self._pending and self._pending[key].running():

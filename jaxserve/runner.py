@@ -23,13 +23,15 @@ from jaxserve import compile_process
 from jaxserve.config import RunnerConfig, prefill_seqs
 from jaxserve.core_types import CoreRequest
 from jaxserve.executables import compiled
-from jaxserve.layers.kv_cache import init_kv_cache
+from jaxserve.layers.kv_cache import KVCache, init_kv_cache
 from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
 from jaxserve.models.base import Model
 from jaxserve.programs import Compiler, Programs
 from jaxserve.scheduler.plan import Cohort, StepPlan
 from jaxserve.scheduler.request import Request
+from jaxserve.sharding.mesh import on_ranks, replicated
+from jaxserve.sharding.rules import kv_specs
 from jaxserve.slots import EDITS, LOGPROBS, RANDOM, edit_row, feature_flags, fill_slot_row
 from jaxserve.step_future import StepFuture
 from jaxserve.step_programs import (
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 # A program for CPU takes some 30 memory maps a layer, also for layers that only decode rows pass, and there are up to
 # three programs of a span; Linux gives a process 65,530
 MAX_LAYERS_OF_SPANS = 480
+# JAX keeps what it compiled, and its memory maps, by function and for as long as the process lives
+STEPS = (forward_step, sample_step, score_step, update_tables, start_slots, start_edits, update_masks)
 SLOTS_A_CALL = 8
 UPDATES_A_CALL = (16, 128, 1024)
 MASKS_A_CALL = (8, 64)
@@ -62,9 +66,10 @@ class Runner:
     ):
         self._model, self._params, self.config = model, params, config
         self._head = {name: leaf for name, leaf in params.items() if name != "layers"}
-        self.kv = init_kv_cache(model.config, num_pages=config.num_pages, page_size=config.page_size, dtype=kv_dtype)
-        self._sequences = init_sequences(config.max_num_seqs, config.max_pages)
-        self._sampling = init_sampling(config.max_num_seqs, model.config.vocab_size)
+        self.kv = _empty_cache(model, config, kv_dtype)
+        self._everywhere = replicated(model.mesh)
+        self._sequences = jax.device_put(init_sequences(config.max_num_seqs, config.max_pages), self._everywhere)
+        self._sampling = jax.device_put(init_sampling(config.max_num_seqs, model.config.vocab_size), self._everywhere)
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
         self._spans: set[StepShape] = set()  # asked for
@@ -368,11 +373,15 @@ class Runner:
         return self._model.config.num_layers
 
     def close(self) -> None:
-        """Ends compiles and lets go of the weights and the cache: another engine may need the memory."""
+        """Ends compiles and lets go of weights, cache and programs: another engine may need the memory."""
         self._compiler.close()
         self._params, self._head, self.kv, self._frontiers = {}, {}, {}, {}
         for state in jax.tree.leaves((self._sequences, self._sampling)):
             state.delete()
+        for table in self._tables:
+            table.clear()
+        for step in STEPS:  # for other engines this means to trace again
+            step.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
         params, _, kv, sequences, _ = self._abstract
@@ -409,7 +418,8 @@ class Runner:
         return compiled(update_masks, sampling, int32(rows.count), masks)
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._head["final_norm"].dtype)
+        shape, dtype = (rows, self._model.config.hidden_size), self._head["final_norm"].dtype
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._everywhere)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,6 +434,16 @@ class Rows:
     @property
     def cost(self) -> int:
         return self.count
+
+
+def _empty_cache(model: Model, config: RunnerConfig, dtype: jnp.dtype) -> dict[str, KVCache]:
+    """Made where it stays: each rank has its share of the pages, and its heads of them."""
+    num_pages = config.num_pages // config.kv_parallel_size
+
+    def make() -> dict[str, KVCache]:
+        return init_kv_cache(model.config, num_pages=num_pages, page_size=config.page_size, dtype=dtype)
+
+    return on_ranks(model.mesh, make, lambda: ((), kv_specs(jax.eval_shape(make))))()
 
 
 def default_shapes(config: RunnerConfig) -> list[StepShape]:

@@ -1,6 +1,7 @@
 """The device's side of a step: pure functions from (params, state, flat host arrays) to (results, state).
 
-All are jitted here, once for the process: engines of the same model and shapes share traces.
+All are jitted here, once for the process: engines of the same model and shapes share traces. On a mesh those that take
+the model run on every rank, with its part of the parameters and of the cache; all else every rank has.
 
 Shapes: B decode rows, T packed prefill tokens of at most S sequences, R rows that may sample (B decode rows, then the
 last row of each prefill sequence, then padding). Padding rows name the dummy slot, the last row of every slot array.
@@ -17,6 +18,9 @@ from jaxserve.layers.decoder import forward
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch
 from jaxserve.layers.sampler import EditState, Sampled, SamplingFeatures, SamplingState, SequenceState, sample, score
 from jaxserve.models.base import Model
+from jaxserve.sharding.kv_parallel import own_page, own_pages
+from jaxserve.sharding.mesh import EVERYWHERE, on_ranks
+from jaxserve.sharding.rules import kv_specs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,25 @@ def forward_step(
         below the last layer, [T, D]; how many experts all layers have read, i32 [], None for a dense model; kv;
         sequences.
     """
+
+    def specs() -> tuple:
+        caches = kv_specs(kv)
+        ins = (model.param_specs(params), caches, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+        return ins, (EVERYWHERE, EVERYWHERE, EVERYWHERE, caches, EVERYWHERE)
+
+    run = functools.partial(_forward_on_rank, model, shape)
+    return on_ranks(model.mesh, run, specs)(params, kv, sequences, ints, frontier)
+
+
+def _forward_on_rank(
+    model: Model,
+    shape: StepShape,
+    params: dict,
+    kv: dict[str, KVCache],
+    sequences: SequenceState,
+    ints: Array,
+    frontier: Array | None,
+) -> tuple[Array, Array, Array | None, dict[str, KVCache], SequenceState]:
     b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
     decode_slots, token_ids, slots, starts, cu_q_lens = jnp.split(ints, [b, b + t, b + t + s, b + t + 2 * s])
     ends = starts + cu_q_lens[1:] - cu_q_lens[:-1]
@@ -107,16 +130,16 @@ def forward_step(
     if t:
         prefill, rows = _prefill_region(sequences, slots, starts, cu_q_lens, ends, token_ids)
         regions.append(rows)
-    page_size = next(iter(kv.values())).page_size
+    _, num_pages, page_size, *_ = next(iter(kv.values())).k.shape
     tables, positions, valid, tokens = (jnp.concatenate(parts) for parts in zip(*regions, strict=True))
     page = sequences.page_table[tables, jnp.minimum(positions // page_size, sequences.page_table.shape[1] - 1)]
     batch = StepBatch(
         token_ids=tokens,
         positions=positions,
-        page_ids=jnp.where(valid, page, 0),
+        page_ids=own_page(jnp.where(valid, page, 0), num_pages),
         page_offsets=positions % page_size,
-        decode=decode if b else None,
-        prefill=prefill if t else None,
+        decode=own_pages(decode, num_pages, page_size) if b else None,
+        prefill=own_pages(prefill, num_pages, page_size) if t else None,
     )
     hidden, kv, experts_read = forward(model, params, kv, batch, span=shape.span, frontier=frontier)
     advanced = sequences.positions.at[decode_slots].add(live.astype(jnp.int32)).at[slots].set(ends)
@@ -159,16 +182,31 @@ def sample_step(
     features: SamplingFeatures,
 ) -> tuple[Sampled, SequenceState, SamplingState]:
     """Logits of hidden [R, D] and one draw a row; slots i32 [R] (dummy = does not sample). Donates the two states."""
-    return sample(model.logits(head, hidden), slots, sequences, sampling, features)
+
+    def run(head: dict, hidden: Array, slots: Array, sequences: SequenceState, sampling: SamplingState) -> tuple:
+        return sample(model.logits(head, hidden), slots, sequences, sampling, features)
+
+    def specs() -> tuple:
+        return (model.param_specs(head), *[EVERYWHERE] * 4), EVERYWHERE
+
+    return on_ranks(model.mesh, run, specs)(head, hidden, slots, sequences, sampling)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="num_logprobs")
 def score_step(model: Model, head: dict, hidden: Array, token_ids: Array, *, num_logprobs: int) -> Sampled:
     """Logprobs of the given next tokens i32 [T] after hidden [T, D], 64 rows at a time to bound the logits' memory."""
     rows = min(64, hidden.shape[0])
-    blocks = (hidden.reshape(-1, rows, hidden.shape[1]), token_ids.reshape(-1, rows))
-    scored = jax.lax.map(lambda block: score(model.logits(head, block[0]), block[1], num_logprobs), blocks)
-    return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), scored)
+    vocab_size = model.config.vocab_size
+
+    def run(head: dict, hidden: Array, token_ids: Array) -> Sampled:
+        blocks = (hidden.reshape(-1, rows, hidden.shape[1]), token_ids.reshape(-1, rows))
+        scored = jax.lax.map(lambda b: score(model.logits(head, b[0]), b[1], num_logprobs, vocab_size), blocks)
+        return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), scored)
+
+    def specs() -> tuple:
+        return (model.param_specs(head), EVERYWHERE, EVERYWHERE), EVERYWHERE
+
+    return on_ranks(model.mesh, run, specs)(head, hidden, token_ids)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

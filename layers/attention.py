@@ -13,6 +13,7 @@ from jaxserve.layers.rope import apply_rope, rotation
 from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import Implementation, paged_attention, prepare
+from jaxserve.sharding.kv_parallel import merge_over_kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,20 @@ def prepare_batch(
     cut = batch.num_decode_rows
     options = {"num_heads": spec.num_heads, "sliding_window": spec.sliding_window, "implementation": implementation}
     decode, prefill = (
-        None if region is None else prepare(region, kv, num_rows=num_rows, **options)
+        None if region is None else prepare(_simplest(region, spec), kv, num_rows=num_rows, **options)
         for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))
     )
     turn = rotation(batch.positions, spec.frequencies)
     if on_hopper(decode, prefill):
         turn = rope_kv_write.for_heads(turn, kv)
     return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows())
+
+
+def _simplest(region: AttentionBatch, spec: AttentionSpec) -> AttentionBatch:
+    """The same sequences with all positions from 0 on, where rows see all of what a table with few pages holds."""
+    if region.own_lens is None or region.cu_q_lens is not None or region.max_q_len > 1 or spec.sliding_window:
+        return region
+    return dataclasses.replace(region, kv_lens=region.own_lens, own_lens=None, page_numbers=None)
 
 
 def on_hopper(*regions: AttentionBatch | None) -> bool:
@@ -64,6 +72,8 @@ def attend(
 ) -> tuple[Float[Array, "rows N H"], KVCache]:
     """Attention output of every row, and the cache with this step's keys and values in it.
 
+    With KV parallelism the output has this rank's share of the heads.
+
     Args:
         heads: N queries, K keys and K values of each row, before their rotation.
         batch: as `prepare_batch` made it.
@@ -72,11 +82,12 @@ def attend(
     cut = batch.num_decode_rows
     options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
     outs = [
-        paged_attention(rows, kv, layer, region, **options, implementation=implementation)
+        paged_attention(rows, kv, layer, region, **options, return_lse=True, implementation=implementation)
         for rows, region in ((q[:cut], batch.decode), (q[cut:], batch.prefill))
         if region is not None
     ]
-    return outs[0] if len(outs) == 1 else jnp.concatenate(outs), kv
+    out, lse = outs[0] if len(outs) == 1 else map(jnp.concatenate, zip(*outs, strict=True))
+    return merge_over_kv(out, lse), kv
 
 
 def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch) -> tuple[Array, KVCache]:

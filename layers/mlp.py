@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxserve.layers.linear import Weight, linear
+from jaxserve.sharding.collectives import all_reduce
 
 Act = Literal["silu", "gelu_tanh"]
 
@@ -22,4 +23,9 @@ def gate(gate_up: Float[Array, "*rows F2"], act: Act) -> Float[Array, "*rows F"]
 
 def mlp(x: Float[Array, "T D"], gate_up: Weight, down: Weight, *, act: Act) -> Float[Array, "T D"]:
     """`down(act(gate(x)) * up(x))` with gate and up fused in one weight [2F, D]; down is [D, F]."""
+    return all_reduce(local_mlp(x, gate_up, down, act=act))
+
+
+def local_mlp(x: Float[Array, "T D"], gate_up: Weight, down: Weight, *, act: Act) -> Float[Array, "T D"]:
+    """What this rank's part of F adds to `mlp`; without a mesh all of it."""
     return linear(gate(linear(x, gate_up), act), down)

@@ -15,9 +15,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxserve.layers.linear import Weight, linear
-from jaxserve.layers.mlp import Act, mlp
+from jaxserve.layers.mlp import Act, local_mlp
 from jaxserve.pallas_kernels import grouped_matmul, paged_attention
 from jaxserve.pallas_kernels.fallback import say_once
+from jaxserve.sharding.collectives import all_reduce, first_of_rank, num_ranks
 
 
 def route(
@@ -49,7 +50,8 @@ def moe(
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of weight_e * mlp(x, gate_up[e], down[e])`, summed in float32.
 
-    The second result is how many experts were picked.
+    The second result is how many experts were picked. On a mesh gate_up and down hold this rank's experts, and the
+    second result counts those of one rank.
 
     Args:
         router: [E, D]. gate_up: [E, 2F, D]. down: [E, D, F].
@@ -63,16 +65,24 @@ def moe(
     if _on_hopper(x, gate_up, down, act, implementation):
         logits = linear(x, router, out_dtype=jnp.float32)
         how = {"top_k": top_k, "normalize": normalize, "act": act, "real": real}
-        return grouped_matmul.fused_moe(x, logits, gate_up, down, layer, **how)
+        how |= {"first_expert": first_of_rank(gate_up.shape[1])}
+        y, num_picked = grouped_matmul.fused_moe(x, logits, gate_up, down, layer, **how)
+        return all_reduce(y), num_picked
     weights, experts = route(x, router, top_k, normalize=normalize)
     if real is not None:  # beyond the last expert: pairs that no block takes, and that are not counted
         experts = jnp.where(real[:, None], experts, router.shape[0])
         weights = jnp.where(real[:, None], weights, 0.0)
+    if num_ranks() > 1:  # likewise pairs with other ranks' experts
+        size = gate_up.shape[1]
+        local = experts - first_of_rank(size)
+        mine = (local >= 0) & (local < size) & (experts < router.shape[0])
+        experts, weights = jnp.where(mine, local, size), jnp.where(mine, weights, 0.0)
     order = jnp.argsort(experts.reshape(-1))  # pairs (token, choice), by expert
-    counts = jnp.bincount(experts.reshape(-1), length=router.shape[0])
+    counts = jnp.bincount(experts.reshape(-1), length=gate_up.shape[1])
+    num_picked = jnp.sum(counts > 0, dtype=jnp.int32)
     y = _expert_mlps(x[order // top_k], counts, gate_up, down, layer, act)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*experts.shape, -1)
-    return grouped_matmul.combine(y, weights, axis=1).astype(x.dtype), jnp.sum(counts > 0, dtype=jnp.int32)
+    return all_reduce(grouped_matmul.combine(y, weights, axis=1).astype(x.dtype)), num_picked
 
 
 def _on_hopper(
@@ -108,7 +118,7 @@ def _expert_mlps(rows: Array, counts: Array, gate_up: Any, down: Any, layer: int
         e = jnp.searchsorted(ends, i, side="right")
         start = starts[e] + size * (i - (ends[e] - num_blocks[e]))
         gate_up_e, down_e = jax.tree.map(lambda w: w[layer, e], (gate_up, down))
-        block = mlp(jax.lax.dynamic_slice_in_dim(padded, start, size), gate_up_e, down_e, act=act)
+        block = local_mlp(jax.lax.dynamic_slice_in_dim(padded, start, size), gate_up_e, down_e, act=act)
         return jax.lax.dynamic_update_slice_in_dim(y, block, start, 0)
 
     return jax.lax.fori_loop(0, ends[-1], turn, jnp.zeros_like(padded))[: rows.shape[0]]

@@ -5,9 +5,13 @@ the request gets its slot. A step names the slots of its rows; `sample` reads th
 writes back what the next step needs. Noise is keyed by (seed, position), so batch mates, slots and pre-emption change
 nothing. A row whose features a program lacks must not be in it; a program with more features than its rows need gives
 the same tokens.
+
+On a mesh each rank has the logits of a part of V. A program that can do nothing but take the largest compares the best
+of each rank; in others each rank does all of this for its share of the rows, whose logits one all_to_all brings it.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.layers.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIAS, MAX_STOP_IDS
+from jaxserve.sharding.collectives import best_of_ranks, first_of_rank, num_ranks, share_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,22 +135,21 @@ def sample(
     """Draws one token a row and records it in the rows' slots; returns the draw and both states.
 
     Args:
-        logits: f32 [R, V].
+        logits: f32 [R, V], on a mesh this rank's part of V.
         slots: i32 [R]; rows that do not sample name the dummy slot.
     """
     positions = sequences.positions[slots]
-    edited = logits
-    if features.edits:
-        edited = jnp.where(sampling.edited[slots][:, None], _edit(logits, slots, positions, sampling), logits)
-    token_ids = _argmax(edited)
-    if features.random:
-        drawn = _draw(edited, slots, positions, sampling)
-        token_ids = jnp.where(sampling.temperature[slots] > 0, drawn, token_ids)
+    vocab_size = sampling.edits.counts.shape[1]
+    if features == SamplingFeatures():
+        sampled = Sampled(_greedy(logits, vocab_size), None, None, None, None)
+    else:
+        pick = functools.partial(_pick, sampling=sampling, features=features)
+        sampled = share_rows(pick, logits, vocab_size, slots, positions)
+    token_ids = sampled.token_ids
     is_stop = jnp.any(token_ids[:, None] == sampling.stop_ids[slots], axis=-1)
     is_stop &= positions >= sampling.min_position[slots]
     if features.edits:  # without them a row always has a token left
-        is_dead = jnp.max(edited, axis=-1) == -jnp.inf
-        token_ids, is_stop = jnp.where(is_dead, -1, token_ids), is_stop | is_dead
+        is_stop |= token_ids < 0
     sequences = dataclasses.replace(
         sequences,
         token_ids=sequences.token_ids.at[slots].set(token_ids),
@@ -153,7 +157,32 @@ def sample(
     )
     if features.edits:
         sampling = dataclasses.replace(sampling, edits=_record(sampling.edits, slots, token_ids))
-    return _with_logprobs(logits, token_ids, features.num_logprobs), sequences, sampling
+    return sampled, sequences, sampling
+
+
+def _greedy(logits: Array, vocab_size: int) -> Array:
+    """The first largest entry of each row, i32 [R], over all ranks' parts of V."""
+    first, size = first_of_rank(logits.shape[1]), logits.shape[1]
+    if size * num_ranks() > vocab_size:
+        ids = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        logits = jnp.where(ids < vocab_size, logits, -jnp.inf)
+    return best_of_ranks(jnp.max(logits, axis=-1), _argmax(logits) + first)
+
+
+def _pick(
+    logits: Array, slots: Array, positions: Array, sampling: SamplingState, features: SamplingFeatures
+) -> Sampled:
+    """One token a row, -1 where all are forbidden: logits f32 [R, V]."""
+    edited = logits
+    if features.edits:
+        edited = jnp.where(sampling.edited[slots][:, None], _edit(logits, slots, positions, sampling), logits)
+    token_ids = _argmax(edited)
+    if features.random:
+        drawn = _draw(edited, slots, positions, sampling)
+        token_ids = jnp.where(sampling.temperature[slots] > 0, drawn, token_ids)
+    if features.edits:
+        token_ids = jnp.where(jnp.max(edited, axis=-1) == -jnp.inf, -1, token_ids)
+    return _with_logprobs(logits, token_ids, features.num_logprobs)
 
 
 def _argmax(logits: Array) -> Array:
@@ -163,9 +192,9 @@ def _argmax(logits: Array) -> Array:
     return jnp.min(jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), ids, last), axis=-1)
 
 
-def score(logits: Array, token_ids: Array, num_logprobs: int) -> Sampled:
-    """Logprobs of given tokens: logits f32 [R, V], token_ids i32 [R]."""
-    return _with_logprobs(logits, token_ids, num_logprobs)
+def score(logits: Array, token_ids: Array, num_logprobs: int, vocab_size: int) -> Sampled:
+    """Logprobs of given tokens: logits f32 [R, V], on a mesh this rank's part of V; token_ids i32 [R]."""
+    return share_rows(functools.partial(_with_logprobs, k=num_logprobs), logits, vocab_size, token_ids)
 
 
 def _with_logprobs(logits: Array, token_ids: Array, k: int | None) -> Sampled:

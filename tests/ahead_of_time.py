@@ -4,7 +4,8 @@
 
 The model is a small Llama in bfloat16, with its layers in the target's form and a KV cache that is larger than its
 weights. Nothing is allocated: arguments are shapes. A process of its own, since libtpu reads its environment once.
-For cuda, an H200, the steps use the Hopper kernels, which are also compiled one by one.
+For cuda, an H200, the steps use the Hopper kernels, which are also compiled one by one. On cuda and tpu the steps are
+compiled for two devices too, with either kind of parallelism.
 """
 
 import collections
@@ -33,11 +34,15 @@ os.environ.update(TPU_ENVIRONMENT | CUDA_ENVIRONMENT, JAX_PLATFORMS="cpu")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import (  # noqa: E402
     AbstractDevice,
     AbstractMesh,
     AxisType,
+    Mesh,
+    NamedSharding,
+    Sharding,
     SingleDeviceSharding,
     use_abstract_mesh,
 )
@@ -49,6 +54,8 @@ from jaxserve.layers.moe import moe  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
 from jaxserve.pallas_kernels import dense_layer, paged_attention  # noqa: E402
+from jaxserve.sharding.mesh import AXES, replicated  # noqa: E402
+from jaxserve.sharding.rules import kv_specs  # noqa: E402
 from jaxserve.step_programs import StepShape, forward_step  # noqa: E402
 
 LLAMA = {
@@ -71,6 +78,9 @@ SHAPES = {
     "mixed": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16),
     "layered": StepShape(decode_rows=16, prefill_tokens=128, prefill_seqs=16, span=(4, 8), completes=False),
 }
+
+
+MESHES = {"tp": (1, 2), "kv": (2, 1)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,18 +126,18 @@ KERNELS |= {
     )
 }
 
+COLLECTIVES = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 EXPERTS = {"experts_1": 1, "experts_5": 5, "experts_64": 64, "experts_300": 300, "experts_8192": 8192}  # tokens
 
 
-def target(platform: str):
-    """One device of the accelerator, known from its description alone; the CPU is here."""
+def targets(platform: str) -> list[Any]:
+    """Two devices of the accelerator, known from its description alone; the CPU is here."""
     if platform == "cpu":
-        return jax.devices()[0]
+        return jax.devices()[:1]
     if platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     description = (Path(__file__).parent / "targets" / "h200.txtpb").read_text(encoding="utf-8")
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
-    return topology.devices[0]
+    return topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x2").devices
 
 
 def arguments(model, platform: str, place: SingleDeviceSharding):
@@ -143,22 +153,30 @@ def arguments(model, platform: str, place: SingleDeviceSharding):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), jax.eval_shape(make))
 
 
+def on_mesh(model, args: tuple, mesh: Mesh) -> tuple:
+    """The arguments, split over a mesh whose sizes divide everything."""
+    params, kv, sequences = args
+    specs = (model.param_specs(params), kv_specs(kv), jax.tree.map(lambda _: jax.P(), sequences))
+    place = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    return jax.tree.map(place, args, specs)
+
+
 def num_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def lowering_for(platform: str):
+def lowering_for(platform: str, place: Sharding | None):
     """The context of tracing and lowering: Pallas asks a mesh which GPU it is for."""
-    if platform != "cuda":
+    if platform != "cuda" or isinstance(place, NamedSharding):  # the step brings the mesh
         return contextlib.nullcontext()
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device))
 
 
-def compile_for(platform: str, function, *args, **options):
+def compile_for(platform: str, function, *args, place: Sharding | None = None, **options):
     if platform == "cuda":
         options["compiler_options"] = COMPILER_OPTIONS["gpu"]
-    with lowering_for(platform):
+    with lowering_for(platform, place):
         lowered = jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform,))
     return lowered.compile()
 
@@ -248,15 +266,16 @@ def operations(hlo: str) -> dict:
         "cumulative_sums": hlo.count(" reduce-window("),
         "sorts": hlo.count(" sort("),
         "copies": len(re.findall(r" copy(-start)?\(", hlo)),
+        "collectives": collections.Counter(re.findall(COLLECTIVES, hlo)),
     }
 
 
-def compile_step(model, shape: StepShape, platform: str, place: SingleDeviceSharding, args) -> dict:
+def compile_step(model, shape: StepShape, platform: str, place: Sharding, args) -> dict:
     ints = jax.ShapeDtypeStruct((shape.num_ints,), jnp.int32, sharding=place)
     step = functools.partial(forward_step, model, shape=shape)
     frontier = jax.ShapeDtypeStruct((shape.prefill_tokens, LLAMA["hidden_size"]), jnp.bfloat16, sharding=place)
     inputs = (*args, ints, frontier) if shape.starts_above else (*args, ints)
-    compiled = compile_for(platform, step, *inputs, donate_argnums=(1, 2))
+    compiled = compile_for(platform, step, *inputs, donate_argnums=(1, 2), place=place)
     memory = compiled.memory_analysis()
     assert memory is not None
     found = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
@@ -268,7 +287,8 @@ def compile_step(model, shape: StepShape, platform: str, place: SingleDeviceShar
 
 def main(platform: str) -> None:
     model = get_model(LLAMA)
-    place = SingleDeviceSharding(target(platform))
+    devices = targets(platform)
+    place = SingleDeviceSharding(devices[0])
     args = arguments(model, platform, place)
     result: dict = {"weights_bytes": num_bytes(args[0]), "cache_bytes": num_bytes(args[1])}
     if platform == "cuda":
@@ -279,6 +299,12 @@ def main(platform: str) -> None:
         compiles |= {name: functools.partial(compile_experts, tokens, struct) for name, tokens in EXPERTS.items()}
         result["kernels"] = {name: kernels_of(compile_it) for name, compile_it in compiles.items()}
     result["programs"] = {name: compile_step(model, shape, platform, place, args) for name, shape in SHAPES.items()}
+    for name, sizes in MESHES.items() if platform != "cpu" else ():
+        mesh = Mesh(np.array(devices[:2]).reshape(sizes), AXES)
+        rank_model = model.on(mesh)
+        split = on_mesh(rank_model, args, mesh)
+        step = compile_step(rank_model, SHAPES["decode"], platform, replicated(mesh), split)
+        result.setdefault("meshes", {})[name] = step
     print(json.dumps(result))
 
 

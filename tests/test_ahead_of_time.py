@@ -49,6 +49,33 @@ def test_step_programs_copy_neither_the_weights_nor_the_cache(platform):
         assert program["temp_bytes"] < found["cache_bytes"] / 8, name
 
 
+@pytest.mark.parametrize(
+    "platform",
+    [
+        pytest.param("tpu", marks=needs("libtpu")),
+        pytest.param("cuda", marks=[pytest.mark.full, needs("jax_cuda13_plugin")]),
+    ],
+)
+def test_steps_of_two_devices_copy_neither_the_weights_nor_the_cache(platform):
+    """Each device holds half of both."""
+    found = compiled_for(platform)
+    assert set(found["meshes"]) == {"tp", "kv"}
+    for name, program in found["meshes"].items():
+        assert program["alias_bytes"] >= found["cache_bytes"] / 2, f"{name}: the cache is not donated"
+        assert program["temp_bytes"] < found["weights_bytes"] / 4, name
+
+
+@pytest.mark.full
+@needs("jax_cuda13_plugin")
+@pytest.mark.parametrize(("name", "exchanges"), [("tp", {}), ("kv", {"all-to-all": 8})])
+def test_layers_on_two_hopper_cards_run_kernels_and_two_all_reduces(name, exchanges):
+    """Eight layers a turn of the loop."""
+    layers = compiled_for("cuda")["meshes"][name]["in_loop"]
+    assert layers["kernels"] == dict.fromkeys(("rope_kv_write", "paged_attention_decode", "paged_attention_merge"), 8)
+    assert layers["collectives"] == {"all-reduce": 16, **exchanges}
+    assert layers["copies"] == 0
+
+
 @pytest.mark.full
 @needs("jax_cuda13_plugin")
 def test_hopper_kernels_keep_what_they_work_on_in_registers():

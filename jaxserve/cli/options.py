@@ -38,12 +38,20 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
         int, "Longest prompt and answer together, in tokens.", unset="the model's, or what the KV cache holds"
     ),
     "page_size": Opt(int, "Tokens in a page of the KV cache.", unset="16 on CPU, 64 elsewhere"),
-    "num_pages": Opt(int, "Pages of the KV cache.", unset="what its memory holds"),
+    "num_pages": Opt(int, "Pages of the KV cache, on all devices together.", unset="what its memory holds"),
     "kv_cache_dtype": Opt(
         str, "auto for the model's dtype; fp8 (e4m3) halves the KV cache's bytes a token.", unset="auto"
     ),
     "device_memory_utilization": Opt(float, "Share of JAX's device memory for weights and KV pool.", unset="0.9"),
-    "kv_cache_memory_bytes": Opt(int, "Bytes of the KV cache.", unset="1 GiB on CPU, what the weights leave elsewhere"),
+    "kv_cache_memory_bytes": Opt(
+        int, "Bytes of the KV cache on each device.", unset="1 GiB on CPU, what the weights leave elsewhere"
+    ),
+    "tensor_parallel_size": Opt(int, "Devices that share the weights, and the KV cache by heads.", unset="1"),
+    "kv_parallel_size": Opt(
+        int,
+        "Devices that share the weights, and the KV cache by pages: for long contexts. Times tensor-parallel-size.",
+        unset="1",
+    ),
     "max_num_seqs": Opt(int, "Most sequences in one step.", unset="32 on CPU, 256 elsewhere"),
     "max_num_batched_tokens": Opt(int, "Most tokens in one step.", unset="512 on CPU, 8192 elsewhere"),
     "max_num_queued_reqs": Opt(int, "Most sequences that may wait; more are refused.", unset="no limit"),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
@@ -26,6 +27,9 @@ from jaxserve.layers.linear import fan_in, ones, param, zeros
 from jaxserve.layers.mlp import Act
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeScaling, rope_frequencies
+from jaxserve.sharding.heads import head_layout
+from jaxserve.sharding.placement import Placement, placement
+from jaxserve.sharding.rules import param_specs
 
 LayerKind = Literal["full", "sliding"]
 
@@ -174,6 +178,7 @@ class Model:
     layer_fn: Callable[..., Array]  # (p, config, kind, x, attend) -> x
     translate_fn: Callable[[str], Target | None]
     plain: bool = False  # whether `layer_fn` is what `jaxserve.layers.dense` calls plain
+    mesh: Mesh | None = None  # given, this is the model as each of its ranks runs it, see `on`
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -213,6 +218,30 @@ class Model:
         outer, layer = (_axes(module) for module in self._modules(jnp.float32))
         return {**outer, "layers": (layer,) * self.config.num_layers}
 
+    def on(self, mesh: Mesh | None) -> "Model":
+        """The model as each rank of the mesh runs it: its `config` counts the heads of one rank."""
+        if mesh is None:
+            return self
+        heads = head_layout(self.config.num_heads, self.config.num_kv_heads, **mesh.shape)
+        config = dataclasses.replace(self.config, num_heads=heads.queries_a_rank, num_kv_heads=heads.kvs_a_rank)
+        return dataclasses.replace(self, config=config, plain=False, mesh=mesh)
+
+    def placements(self, mesh: Mesh | None) -> dict[str, Any]:
+        """The parameters' trees with the places of what `init` or a checkpoint holds as leaves."""
+        c, axes = self.config, self.logical_axes()
+        if mesh is None:
+            return jax.tree.map(lambda _: Placement(), axes, is_leaf=_is_axes)
+        heads = head_layout(c.num_heads, c.num_kv_heads, **mesh.shape)
+        shapes = jax.tree.map(lambda leaf: leaf.shape, self.abstract_params(jnp.float32))
+        return jax.tree.map(
+            lambda a, shape: placement(shape, a, mesh, heads, c.head_dim), axes, shapes, is_leaf=_is_axes
+        )
+
+    def param_specs(self, params: Params) -> Any:
+        """Where each leaf of `params`, in any form, is on the mesh."""
+        outer, layer = (_axes(module) for module in self._modules(jnp.float32))
+        return param_specs(params, {"lm_head": outer["embed"], **outer, **layer})  # an 8-bit head may not be `outer`'s
+
     def init(self, rng: Array, dtype: DTypeLike) -> dict[str, Any]:
         """Random parameters that keep activations finite."""
         parts = self.init_parts(rng, dtype)
@@ -242,12 +271,16 @@ class Model:
         return rms_norm(x, params["final_norm"], self.config.rms_norm_eps, offset=self.config.norm_offset)
 
     def logits(self, params: Params, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """float32 logits of hidden states after the final norm."""
+        """float32 logits of hidden states after the final norm; on a mesh those of this rank's part of V."""
         return unembed(x, params.get("lm_head", params["embed"]), self.config.final_soft_cap)
 
 
 def _leaves(module: nnx.Module) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _is_axes(x: Any) -> bool:
+    return isinstance(x, tuple) and (not x or not isinstance(x[0], dict))
 
 
 def _axes(module: nnx.Module) -> dict[str, tuple[str | None, ...]]:

@@ -14,6 +14,7 @@ from jaxserve.layers.decoder import Attend, Params
 from jaxserve.layers.linear import fan_in, linear, ones, param, zeros
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models.base import ModelConfig
+from jaxserve.sharding.collectives import all_reduce
 
 
 def norm_params(module: nnx.Module, config: ModelConfig, names: tuple[str, ...], size: int, **how) -> None:
@@ -26,9 +27,9 @@ def attention_params(module: nnx.Module, config: ModelConfig, *, dtype: DTypeLik
     """What `self_attention` reads."""
     c = config
     how = {"rngs": rngs, "dtype": dtype}
-    _assign(module, qkv=param(fan_in, (c.qkv_size, c.hidden_size), ("heads", "embed"), **how))
+    _assign(module, qkv=param(fan_in, (c.qkv_size, c.hidden_size), ("qkv", "embed"), **how))
     if c.qkv_bias:
-        _assign(module, qkv_bias=param(zeros, (c.qkv_size,), ("heads",), **how))
+        _assign(module, qkv_bias=param(zeros, (c.qkv_size,), ("qkv",), **how))
     if c.qk_norm:
         norm_params(module, c, ("q_norm", "k_norm"), c.head_dim, **how)
     _assign(module, o=param(fan_in, (c.hidden_size, c.num_heads * c.head_dim), ("embed", "heads"), **how))
@@ -38,7 +39,7 @@ def mlp_params(module: nnx.Module, config: ModelConfig, *, dtype: DTypeLike, rng
     """What `jaxserve.layers.mlp.mlp` reads."""
     d, f = config.hidden_size, config.intermediate_size
     how = {"rngs": rngs, "dtype": dtype}
-    _assign(module, gate_up=param(fan_in, (2 * f, d), ("mlp", "embed"), **how))
+    _assign(module, gate_up=param(fan_in, (2 * f, d), ("gate_up", "embed"), **how))
     _assign(module, down=param(fan_in, (d, f), ("embed", "mlp"), **how))
 
 
@@ -58,7 +59,7 @@ def self_attention(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T
     if config.qk_norm:
         heads = _norm_q_and_k(heads, p["q_norm"], p["k_norm"], config)
     out = attend(heads)
-    return linear(out.reshape(out.shape[0], -1), p["o"])
+    return all_reduce(linear(out.reshape(out.shape[0], -1), p["o"]))
 
 
 def _norm_q_and_k(heads: Array, q_norm: Array, k_norm: Array, config: ModelConfig) -> Array:

@@ -54,8 +54,8 @@ class Layer(nnx.Module):
         norm_params(self, config, ("input_norm", "post_norm"), d, **how)
         attention_params(self, config, **how)
         self.router = param(fan_in, (e, d), (None, "embed"), **how)
-        self.gate_up = param(fan_in, (e, 2 * f, d), ("experts", "mlp", "embed"), **how)
-        self.down = param(fan_in, (e, d, f), ("experts", "embed", "mlp"), **how)
+        self.gate_up = param(fan_in, (e, 2 * f, d), ("experts", None, "embed"), **how)
+        self.down = param(fan_in, (e, d, f), ("experts", "embed", None), **how)
 
 
 def layer(p: Params, config: ModelConfig, kind: str, x: Float[Array, "T D"], attend: Attend) -> Float[Array, "T D"]:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxserve.exceptions import WeightsError
 from jaxserve.json_file import read_json as read_json
 from jaxserve.models import Model, Target
+from jaxserve.sharding.placement import Placement
 from jaxserve.tokenizer import Tokenizer
 
 LeafPath = tuple[Any, ...]  # ("embed",) or ("layers", 3, "qkv")
@@ -35,12 +36,12 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def leaves(
-        self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Any]
+        self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Placement]
     ) -> Iterator[tuple[LeafPath, jax.Array]]:
         """The parameters' leaves one after the other, each on its device, in the model's order.
 
         Args:
-          places: path -> sharding, None for the default device.
+          places: path -> where the leaf goes.
 
         Raises:
           WeightsError: tensors missing, extra or misshapen, by name, before any is read.
@@ -61,7 +62,7 @@ class TensorCheckpoint(Checkpoint):
         """Fills `out`, contiguous, of the tensor's shape and any float dtype."""
 
     def leaves(
-        self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Any]
+        self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Placement]
     ) -> Iterator[tuple[LeafPath, jax.Array]]:
         abstract = leaves_of(model.abstract_params(dtype))
         parts = _match(self, model, abstract)
@@ -69,7 +70,7 @@ class TensorCheckpoint(Checkpoint):
             host = _aligned(leaf.shape, dtype)
             for target, name in parts[path]:
                 self.read_into(name, host[target.index(model.config)])
-            yield path, jax.device_put(host, places[path], may_alias=True)
+            yield path, places[path].put(host)
             del host  # before the next is made
 
 

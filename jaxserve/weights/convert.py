@@ -33,7 +33,7 @@ def convert(src: str, dst: str | Path, *, dtype: str = "auto", revision: str | N
     target = checkpoint_dtype(checkpoint.config) if dtype == "auto" else jnp.dtype(dtype)
     abstract = leaves_of(model.abstract_params(target))
     leaves = with_progress(
-        checkpoint.leaves(model, target, dict.fromkeys(abstract)),
+        checkpoint.leaves(model, target, leaves_of(model.placements(None))),
         f"Converting {checkpoint.name}",
         num_items=len(abstract),
         total_bytes=sum(map(num_bytes, abstract.values())),

@@ -7,6 +7,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxserve.models import Model
+from jaxserve.sharding.placement import Placement
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights.checkpoint import Checkpoint, LeafPath
 
@@ -87,9 +88,9 @@ class DummyCheckpoint(Checkpoint):
         return self._tokenizer
 
     def leaves(
-        self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Any]
+        self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Placement]
     ) -> Iterator[tuple[LeafPath, jax.Array]]:
         for i, part in enumerate(model.init_parts(jax.random.key(self._seed), dtype), -1):
             for name in list(part):
                 path = (name,) if i < 0 else ("layers", i, name)
-                yield path, jax.device_put(part.pop(name), places[path])
+                yield path, places[path].put(part.pop(name))

@@ -1,11 +1,12 @@
 """From a model's name to parameters, tokenizer and generation defaults."""
 
 import dataclasses
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.exceptions import WeightsError
@@ -20,6 +21,8 @@ from jaxserve.weights.orbax import OrbaxCheckpoint, is_orbax
 from jaxserve.weights.progress import with_progress
 from jaxserve.weights.quantize import quantized
 from jaxserve.weights.safetensors import SafetensorsCheckpoint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ def load(
     tokenizer: str | None = None,
     seed: int = 0,
     stacked: bool = False,
-    shardings: Callable[[Model], Any] | None = None,
+    mesh: Mesh | None = None,
     progress: bool = True,
 ) -> LoadedModel:
     """Loads a model: parameters go to their devices one leaf at a time.
@@ -57,7 +60,7 @@ def load(
       tokenizer: folder, id or .gguf file of another tokenizer.
       seed: of dummy weights.
       stacked: layers as stacks `[L_kind, ...]` (accelerators), else as a tuple of dicts (CPU).
-      shardings: model -> a tree like `model.abstract_params` with a sharding a leaf; None = the default device.
+      mesh: over which to split the parameters; None = the default device.
       progress: show a bar on stderr when it takes a while.
 
     Raises:
@@ -69,7 +72,10 @@ def load(
     model = get_model(checkpoint.config)
     dtype = checkpoint_dtype(checkpoint.config) if dtype == "auto" else dtype
     abstract = leaves_of(model.abstract_params(dtype))
-    places = dict.fromkeys(abstract) if shardings is None else leaves_of(shardings(model))
+    places = leaves_of(model.placements(mesh))
+    if mesh is not None:
+        taken = sum(places[path].bytes_a_device(leaf) for path, leaf in abstract.items())
+        logger.info("%s: %.2f GB of weights on each of %d devices", checkpoint.name, taken / 1e9, mesh.size)
     leaves = checkpoint.leaves(model, dtype, places)
     if progress:
         total = sum(map(num_bytes, abstract.values()))
@@ -81,7 +87,7 @@ def load(
     else:
         params = collect.as_tuple(leaves, model.config.num_layers)
     return LoadedModel(
-        model=model,
+        model=model.on(mesh),
         params=params,
         tokenizer=text,
         generation_config=checkpoint.generation_config,

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxserve.exceptions import WeightsError
 from jaxserve.models import Model
+from jaxserve.sharding.placement import Placement
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights.checkpoint import Checkpoint, LeafPath, leaves_of, listed, read_json
 
@@ -44,7 +46,7 @@ class OrbaxCheckpoint(Checkpoint):
         return Tokenizer.from_dir(self._folder) if (self._folder / "tokenizer.json").is_file() else None
 
     def leaves(
-        self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Any]
+        self, model: Model, dtype: DTypeLike, places: dict[LeafPath, Placement]
     ) -> Iterator[tuple[LeafPath, jax.Array]]:
         abstract = leaves_of(model.abstract_params(dtype))
         with _checkpointer() as checkpointer:
@@ -74,16 +76,22 @@ class OrbaxCheckpoint(Checkpoint):
             tree = checkpointer.metadata(folder).item_metadata.tree
             return {leaf: tuple(value.shape) for leaf, value in tree.items()}
 
-    def _restore(self, checkpointer: Any, path: LeafPath, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-        """One leaf at a time: after an error Orbax leaves the reads of its siblings behind, unfinished."""
+    def _restore(self, checkpointer: Any, path: LeafPath, leaf: jax.ShapeDtypeStruct, place: Placement) -> jax.Array:
+        """One leaf at a time: after an error Orbax leaves the reads of its siblings behind, unfinished.
+
+        Where each device needs rows that lie apart in the file, the leaf goes through the host.
+        """
         import orbax.checkpoint as ocp
 
-        sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = place.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
         how = ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=sharding, global_shape=leaf.shape)
+        if place.order:
+            how = ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
         args = ocp.args.PyTreeRestore({path[-1]: leaf}, restore_args={path[-1]: how}, partial_restore=True)
         folder = self._folder / _PARAMS / _group_name(path)
         with _damage_named(folder):
-            return checkpointer.restore(folder, args=args)[path[-1]]
+            restored = checkpointer.restore(folder, args=args)[path[-1]]
+        return place.put(restored) if place.order else restored
 
 
 def save(leaves: Iterable[tuple[LeafPath, jax.Array]], checkpoint: Checkpoint, path: Path) -> None:

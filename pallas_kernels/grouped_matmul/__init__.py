@@ -20,6 +20,7 @@ def fused_moe(
     top_k: int,
     normalize: bool,
     real: Bool[Array, " T"] | None = None,
+    first_expert: int | Int[Array, ""] = 0,
     act: str = "silu",
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of p_e * down_e (silu(gate_e x) * (up_e x))`, summed in float32 by choice.
@@ -30,12 +31,16 @@ def fused_moe(
 
     Args:
         logits: float32, of the router.
-        gate_up: `[L, E, 2 F, D]`, gate before up. down: `[L, E, D, F]`.
+        gate_up: `[L, E, 2 F, D]`, gate before up. down: `[L, E, D, F]`. They may hold fewer experts than there are
+            logits: then the sum is over the picks of these, and only these are counted.
         layer: which of the L layers.
+        first_expert: which one is the first of gate_up and down.
         real: tokens that pick experts; None = all. Others come out as zeros, as does one whose logits are no numbers.
     Raises:
         NotImplementedError: the Hopper kernels cannot do this; the message says why.
     """
     if reason := unsupported(x, gate_up, down, act):
         raise NotImplementedError(f"fused_moe: {reason}")
-    return mosaic_gpu.fused_moe(x, logits, gate_up, down, layer, top_k=top_k, normalize=normalize, real=real)
+    return mosaic_gpu.fused_moe(
+        x, logits, gate_up, down, layer, top_k=top_k, normalize=normalize, real=real, first_expert=first_expert
+    )

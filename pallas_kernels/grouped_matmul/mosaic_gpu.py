@@ -43,6 +43,7 @@ def fused_moe(
     top_k: int,
     normalize: bool,
     real: Array | None = None,
+    first_expert: int | Array = 0,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's `fused_moe`."""
@@ -50,10 +51,16 @@ def fused_moe(
     up, across = tilings(T, top_k, E, D, F)
     real = jnp.ones(T, bool) if real is None else real
     how, by_kernels = {"normalize": normalize, "interpret": interpret}, by_kernel(E, top_k)
-    if by_kernels and T <= ROWS:
+    are_some = logits.shape[1] > E  # the others are another device's
+    if by_kernels and T <= ROWS and not are_some:
         rows, work, places, weights = route_and_permute(x, logits, real, gate_up, layer, top_k, up, **how)
     else:
-        picks, weights = choose(logits, real, top_k, **how) if by_kernels else route(logits, real, top_k, normalize)
+        if are_some:
+            picks, weights = route_some(logits, real, top_k, normalize, first_expert, E)
+        elif by_kernels:
+            picks, weights = choose(logits, real, top_k, **how)
+        else:
+            picks, weights = route(logits, real, top_k, normalize)
         work, first_row = plan(picks, T * top_k, up.tile_rows)
         num_rows = max_rows(T * top_k, E)
         rows, places, weights = permute(x, picks, weights, first_row, num_rows, interpret=interpret)
@@ -69,10 +76,31 @@ def by_kernel(num_experts: int, top_k: int) -> bool:
 
 def route(logits: Array, real: Array, top_k: int, normalize: bool) -> tuple[Picks, Array]:
     """The picks of the `top_k` largest logits of each real token, and their weights, `[top_k, T]`, in plain XLA."""
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
-    if normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    weights, experts = _choices(logits, top_k, normalize)
     return picks_of(experts, logits.shape[1], real), jnp.where(real[None], weights.T, 0.0)
+
+
+def route_some(
+    logits: Array, real: Array, top_k: int, normalize: bool, first: int | Array, size: int
+) -> tuple[Picks, Array]:
+    """As `route`, of the experts `[first, first + size)` alone; the picks count from the first of them.
+
+    A pick of another expert has no weight and repeats one that counts: a token's row is copied once more to a place
+    where it lies already. A token that picks none of these experts is as one that is not real.
+    """
+    weights, experts = _choices(logits, top_k, normalize)
+    local = experts - first
+    here = (local >= 0) & (local < size) & real[:, None]
+    one_here = jnp.take_along_axis(local, jnp.argmax(here, axis=1, keepdims=True), axis=1)
+    some = jnp.any(here, axis=1)
+    picks = picks_of(jnp.where(here, local, jnp.where(some[:, None], one_here, 0)), size, some)
+    return picks, jnp.where(here, weights, 0.0).T
+
+
+def _choices(logits: Array, top_k: int, normalize: bool) -> tuple[Array, Array]:
+    """Weights and ids of the experts of each token, `[T, top_k]`."""
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
+    return (weights / jnp.sum(weights, axis=-1, keepdims=True) if normalize else weights), experts
 
 
 def tilings(num_tokens: int, top_k: int, num_experts: int, D: int, F: int) -> tuple[Tiling, Tiling]:

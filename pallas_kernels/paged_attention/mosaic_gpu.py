@@ -37,6 +37,8 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
         return f"head_dim must be 64, 128 or 256, got {H}"
     if kv.page_size not in (8, 16, 32, 64) and kv.page_size % 128:
         return f"page_size must be 8, 16, 32, 64 or a multiple of 128, got {kv.page_size}"
+    if batch.own_lens is not None:
+        return "rows must see all tokens of the pages in their tables: they hold one rank's pages"
     if batch.cu_q_lens is None and batch.max_q_len * (N // K) > ROWS:
         return f"at most {ROWS} query rows a KV head, got {batch.max_q_len} tokens of {N // K} heads"
     return None

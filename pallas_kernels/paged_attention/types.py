@@ -67,5 +67,8 @@ class AttentionBatch:
     page_table: Array  # i32 [S, max_pages], global page ids
     kv_lens: Array  # i32 [S], KV positions after this step's write
     cu_q_lens: Array | None = None  # i32 [S+1], prefill region; None = decode region
+    # Where the table holds only some pages of each sequence, in order (`sharding.kv_parallel`); None = all of them
+    page_numbers: Array | None = None  # i32 [S, max_pages], which page of its sequence each is
+    own_lens: Array | None = None  # i32 [S], tokens in them
     work: Any = None  # what `prepare` made of the above for the implementation in use
     max_q_len: int = dataclasses.field(default=1, metadata={"static": True})  # decode region: query rows a sequence

@@ -110,8 +110,11 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     W, K, Q, G, H = q.shape
     block = kv_block(W, Q, reader.kv.page_size)
     first, num_blocks = _visible_blocks(positions, reader.sliding_window, block)
-    dtype = matmul_dtype(Q * G, q.dtype)
     kv_lens = reader.batch.kv_lens[sequences]
+    if reader.batch.own_lens is not None:
+        kv_lens = reader.batch.own_lens[sequences]
+        first, num_blocks = jnp.zeros_like(first), jnp.max(-(-kv_lens // block))
+    dtype = matmul_dtype(Q * G, q.dtype)
     scales = reader.kv.layer_scales(reader.layer)
     k_scale, v_scale = (1.0, 1.0) if scales is None else (scale[None, :, None, None] for scale in scales)
     q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * (reader.scale * k_scale)).astype(dtype)
@@ -119,13 +122,13 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
-        at = (first + i)[:, None] * block + jnp.arange(block)[None]  # [W, block], positions of this block
+        at = (first + i)[:, None] * block + jnp.arange(block)[None]  # [W, block], slots in the sequences' tables
         rows = _cache_rows(sequences, at, reader)
         k = _gather(reader.kv.k, rows, dtype)
         scores = jnp.einsum("wkrh,wkjh->wkrj", q, k, preferred_element_type=jnp.float32)
         if reader.soft_cap is not None:
             scores = reader.soft_cap * jnp.tanh(scores / reader.soft_cap)
-        distance = row_position - at[:, None, None, :]
+        distance = row_position - _positions(sequences, at, reader)[:, None, None, :]
         visible = distance >= 0
         if reader.sliding_window is not None:
             visible &= distance < reader.sliding_window
@@ -156,8 +159,17 @@ def _visible_blocks(positions: Array, window: int | None, block: int) -> tuple[A
     return first, jnp.max(jnp.where(last < 0, 0, last // block + 1 - first))
 
 
+def _positions(sequences: Array, at: Array, reader: _Reader) -> Array:
+    """Positions in their sequences of the slots [W, block] of their tables; none for slots past the last."""
+    numbers, lens, page_size = reader.batch.page_numbers, reader.batch.own_lens, reader.kv.page_size
+    if numbers is None or lens is None:
+        return at
+    page = numbers.at[sequences[:, None], at // page_size].get(mode="clip")
+    return jnp.where(at < lens[sequences][:, None], page * page_size + at % page_size, jnp.iinfo(jnp.int32).max)
+
+
 def _cache_rows(sequences: Array, at: Array, reader: _Reader) -> Array:
-    """Rows of the cache seen as [L * P * page_size * K, H], for positions [W, block]: i32 [W, K, block]."""
+    """Rows of the cache seen as [L * P * page_size * K, H], for slots [W, block]: i32 [W, K, block]."""
     _, P, page_size, K, _ = reader.kv.k.shape
     page = reader.batch.page_table.at[sequences[:, None], at // page_size].get(mode="clip")
     page = jnp.clip(page, 0, P - 1)  # here rather than in `_gather`, where it would cost as much as the reading

@@ -11,7 +11,7 @@ from jaxserve.cli import engine as driver
 from jaxserve.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS
 from jaxserve.cli.output import readable, show
 
-GROUPS = (config.ModelOptions, config.CacheOptions, config.SchedulerOptions, config.RuntimeOptions)
+GROUPS = [group.type for group in dataclasses.fields(config.EngineConfig)]
 
 
 def test_every_shared_option_is_one_of_the_library():

@@ -267,7 +267,7 @@ def test_logprobs_are_of_the_raw_logits():
 
 def test_score_gives_the_logprob_of_the_named_token():
     logits = np.stack([random_logits(10), random_logits(11)])
-    scored = score(jnp.asarray(logits), jnp.array([3, 4]), 2)
+    scored = score(jnp.asarray(logits), jnp.array([3, 4]), 2, logits.shape[1])
     log_probs = logits - np.log(np.exp(np.float64(logits)).sum(-1, keepdims=True))
     np.testing.assert_allclose(scored.logprob, log_probs[[0, 1], [3, 4]], atol=1e-5)
 

@@ -4,6 +4,7 @@ On a GPU, `pytest --noconftest tests/pallas_kernels` runs the same tests compile
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,29 @@ def hard_logits(num_tokens: int):
 
 
 @interpreted
+@interpreted
+@pytest.mark.parametrize("name", ["few_tokens", *slow("routed_few_tokens", "many_rows")])
+def test_parts_of_the_experts_add_up(name):
+    """As on a mesh, where each device has some of them, and a last one may have zeros behind its own."""
+    case = CASES[name]
+    x, logits, gate_up, down = inputs(case)
+    expected = reference.fused_moe(x, logits, gate_up, down, LAYER, top_k=case.top_k, normalize=case.normalize)
+    size, parts, picked = 3 * case.experts // 4, [], 0
+    options = {"top_k": case.top_k, "normalize": case.normalize}
+    for first in (0, size):
+        here = [
+            jnp.pad(w, [(0, 0), (0, 2 * size - case.experts), (0, 0), (0, 0)])[:, first:][:, :size]
+            for w in (gate_up, down)
+        ]
+        call = fused_moe if ON_GPU else functools.partial(mosaic_gpu.fused_moe, interpret=True)
+        part, num_picked = call(x, logits, *here, LAYER, first_expert=first, **options)
+        parts.append(np.asarray(part, np.float32))
+        picked += int(num_picked)
+    assert error(parts[0] + parts[1], expected, case) < 2  # two are rounded
+    assert error(parts[0], expected, case) > 2
+    assert picked == run_and_count(x, logits, gate_up, down, case)[1]
+
+
 @pytest.mark.parametrize("normalize", [True, *slow(False)])
 def test_routing_in_one_kernel_gives_what_xla_gives(normalize):
     real = some_real(9) if normalize else np.ones(9, bool)

@@ -11,6 +11,7 @@ from checkpoints import assert_same, expected_params, golden, write_gguf, write_
 
 from jaxserve.exceptions import WeightsError
 from jaxserve.layers.decoder import stack_layers
+from jaxserve.sharding.mesh import make_mesh
 from jaxserve.weights import convert, load
 
 
@@ -68,14 +69,13 @@ def test_stacks(converted):
     assert_same(load(str(converted), stacked=True).params, expected | {"layers": stacks})
 
 
-def test_leaves_are_restored_into_their_sharding(converted):
-    mesh = jax.make_mesh((8,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.P("tp"))
-    params = load(
-        str(converted), shardings=lambda model: jax.tree.map(lambda _: sharding, model.abstract_params("float32"))
-    ).params
-    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(params))
-    assert_same(params, expected_params(*golden("llama2")))
+def test_leaves_are_restored_into_their_places_on_a_mesh(converted, tmp_path):
+    """As from the checkpoint that was converted: those of rows in order straight, others through the host."""
+    mesh = make_mesh(2, 2)
+    direct = load(str(write_hf(tmp_path / "hf", *golden("llama2"))), dtype="float32", mesh=mesh).params
+    restored = load(str(converted), mesh=mesh).params
+    assert_same(restored, jax.tree.map(np.asarray, direct))
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, direct)
 
 
 def test_an_existing_folder_is_not_overwritten(converted):

@@ -11,6 +11,7 @@ from checkpoints import DTYPES, assert_same, expected_params, golden, write_hf
 
 from jaxserve.exceptions import WeightsError
 from jaxserve.layers.decoder import stack_layers
+from jaxserve.sharding.mesh import make_mesh
 from jaxserve.weights import load
 from jaxserve.weights.checkpoint import leaves_of
 from jaxserve.weights.loader import open_checkpoint
@@ -67,24 +68,24 @@ def test_quantised_leaves_are_stacked_too(tmp_path):
     np.testing.assert_array_equal(stacks["qkv"].scale[1], layers[1]["qkv"].scale)
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_leaves_lie_in_the_sharding_asked_for(stacked, tmp_path):
+def test_leaves_are_split_over_a_mesh(stacked, quantization, tmp_path):
+    """Where the step programs expect them: else each step would move them."""
     config, weights = golden("llama2")
-    mesh = jax.make_mesh((8,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-    over_columns = jax.sharding.NamedSharding(mesh, jax.P(None, "tp"))
-    replicated = jax.sharding.NamedSharding(mesh, jax.P())
-
-    def shardings(model):
-        matrices = lambda leaf: over_columns if leaf.ndim == 2 else replicated  # noqa: E731
-        return jax.tree.map(matrices, model.abstract_params("float32"))
-
+    mesh = make_mesh(2, 2)
     path = str(write_hf(tmp_path, config, weights))
-    params = load(path, dtype="float32", stacked=stacked, shardings=shardings).params
-    qkv = params["layers"]["full"]["qkv"] if stacked else params["layers"][1]["qkv"]
-    assert qkv.sharding.spec == (jax.P(None, None, "tp") if stacked else jax.P(None, "tp"))
-    assert {shard.data.shape[-1] for shard in qkv.addressable_shards} == {config["hidden_size"] // 8}
-    want = expected_params(config, weights)["layers"][1]["qkv"]
-    np.testing.assert_array_equal(qkv[1] if stacked else qkv, want)
+    loaded = load(path, dtype="float32", stacked=stacked, quantization=quantization, mesh=mesh)
+    specs = loaded.model.param_specs(loaded.params)
+    is_in_place = jax.tree.map(
+        lambda leaf, spec: leaf.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), leaf.ndim),
+        loaded.params,
+        specs,
+    )
+    assert all(jax.tree.leaves(is_in_place))
+    if quantization is None:
+        down = loaded.params["layers"]["full"]["down"][1] if stacked else loaded.params["layers"][1]["down"]
+        np.testing.assert_array_equal(down, expected_params(config, weights)["layers"][1]["down"])
 
 
 def test_tokenizer_and_generation_config_come_along(llama):
@@ -281,7 +282,7 @@ def test_the_host_holds_one_leaf_at_a_time(tmp_path):
 
     checkpoint.read_into = counting
     model = load(str(tmp_path), dtype="float32").model
-    places = dict.fromkeys(leaves_of(model.abstract_params("float32")))
+    places = leaves_of(model.placements(None))
     for path, _ in checkpoint.leaves(model, "float32", places):
         # All parts of this leaf were read, and nothing of another.
         assert len(live) == {"qkv": 3, "gate_up": 2}.get(path[-1], 1)

@@ -1,0 +1,78 @@
+"""KV parallelism (Helix, arXiv 2507.07120): each rank of `kv` attends to its own pages, then results are merged.
+
+How this works: rank r owns the pages `[r * n, (r + 1) * n)` of all, and its first one is its null page. `own_page` and
+`own_pages` turn what a step says of pages into what concerns this rank. After attention every rank of `kv` has a part
+of the result of each query head. One all_to_all gives each rank the parts of its share of the heads, and they are
+merged by their log-sum-exp. Prompts and decodes go the same way. Without a mesh, or with one rank of `kv`, all are the
+identity.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve.sharding.collectives import axis_size
+
+AXIS = "kv"
+
+
+def own_page(page_ids: Array, num_pages: int) -> Array:
+    """Pages to write to, among the `num_pages` of this rank: its null page for what other ranks own."""
+    if axis_size(AXIS) == 1:
+        return page_ids
+    local = page_ids - jax.lax.axis_index(AXIS) * num_pages
+    return jnp.where((local >= 0) & (local < num_pages), local, 0)
+
+
+def own_pages(batch: Any, num_pages: int, page_size: int) -> Any:
+    """An `AttentionBatch` with only those pages in its table that are among the `num_pages` of this rank."""
+    if axis_size(AXIS) == 1:
+        return batch
+    table, kv_lens = batch.page_table, batch.kv_lens
+    local = table - jax.lax.axis_index(AXIS) * num_pages
+    number = jax.lax.broadcasted_iota(jnp.int32, table.shape, 1)
+    tokens = jnp.clip(kv_lens[:, None] - number * page_size, 0, page_size)  # in each page
+    mine = (tokens > 0) & (local >= 0) & (local < num_pages)
+    to = jnp.where(mine, jnp.cumsum(mine, axis=1) - 1, table.shape[1])
+    rows = jnp.arange(table.shape[0])[:, None]
+    return dataclasses.replace(
+        batch,
+        page_table=jnp.zeros_like(table).at[rows, to].set(local, mode="drop"),
+        page_numbers=jnp.zeros_like(table).at[rows, to].set(number, mode="drop"),
+        own_lens=jnp.sum(jnp.where(mine, tokens, 0), axis=1),
+    )
+
+
+def merge_over_kv(out: Array, lse: Array) -> Array:
+    """Attention over all ranks' pages, of this rank's share of the heads: `[rows, N, H] -> [rows, N / kv, H]`.
+
+    Args:
+        out: attention over this rank's pages, [rows, N, H]. lse: its log-sum-exp, f32 [rows, N], -inf where it saw
+            nothing.
+    """
+    if axis_size(AXIS) == 1:
+        return out
+    parts = jax.lax.all_to_all(_pack(out, lse), AXIS, split_axis=1, concat_axis=0)  # a new axis 0, of ranks
+    outs, lses = _unpack(parts, out)
+    top = jnp.max(lses, axis=0, keepdims=True)
+    weights = jnp.exp(lses - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(weights, axis=0)  # 0 where no rank has seen anything
+    merged = jnp.sum(outs.astype(jnp.float32) * weights[..., None], axis=0)
+    return (merged / jnp.where(total == 0.0, 1.0, total)[..., None]).astype(out.dtype)
+
+
+def _pack(out: Array, lse: Array) -> Array:
+    """Both in one array, by the rank that gets it: [rows, kv, N / kv, H + 1 or 2], as a float32 has 1 or 2 of `out`'s
+    elements."""
+    bits = jax.lax.bitcast_convert_type(lse, out.dtype).reshape(*lse.shape, -1)
+    packed = jnp.concatenate([out, bits], axis=-1)
+    return packed.reshape(packed.shape[0], axis_size(AXIS), -1, packed.shape[-1])
+
+
+def _unpack(packed: Array, out: Array) -> tuple[Array, Array]:
+    outs, bits = packed[..., : out.shape[-1]], packed[..., out.shape[-1] :]
+    bits = bits[..., 0] if bits.shape[-1] == 1 else bits
+    return outs, jax.lax.bitcast_convert_type(bits, jnp.float32)

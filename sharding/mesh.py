@@ -1,0 +1,60 @@
+"""The device mesh, and how a function is run on all of its ranks.
+
+Axes: `"kv"` splits the pages of each sequence, `"tp"` the heads; everything else is split over both. Between the two
+programs of a step (forward and sample) nothing is split that is not a parameter or a page.
+
+How this works: a step function runs once on every rank under `jax.shard_map`, and sees that rank's part of each array.
+Kernels are custom calls, which XLA cannot split by itself; and this way a step holds the collectives that its code
+names (`jaxserve.sharding.collectives`) and no others.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+AXES = ("kv", "tp")
+FLAT = ("tp", "kv")  # both as one: heads are split over tp first, then within kv
+EVERYWHERE = PartitionSpec()
+
+
+def make_mesh(kv_parallel_size: int, tensor_parallel_size: int) -> Mesh | None:
+    """The first `kv_parallel_size * tensor_parallel_size` devices as a mesh; None for one device, which needs none.
+
+    Raises:
+        ValueError: there are not as many devices.
+    """
+    size, devices = kv_parallel_size * tensor_parallel_size, jax.devices()
+    if size > len(devices):
+        raise ValueError(
+            f"kv_parallel_size {kv_parallel_size} x tensor_parallel_size {tensor_parallel_size} needs {size} devices, "
+            f"got {len(devices)} ({devices[0].platform}); lower one of them (on CPU "
+            f"JAX_NUM_CPU_DEVICES={size} makes as many)"
+        )
+    if size == 1:
+        return None
+    return Mesh(np.array(devices[:size]).reshape(kv_parallel_size, tensor_parallel_size), AXES)
+
+
+def replicated(mesh: Mesh | None) -> Sharding | None:
+    """The place of what all ranks have; None (the default device) without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, EVERYWHERE)
+
+
+def bytes_a_device(leaf: jax.Array) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def on_ranks(mesh: Mesh | None, function: Callable, specs: Callable[[], tuple[Any, Any]]) -> Callable:
+    """`function` run by every rank on its parts of the arguments; `function` itself without a mesh.
+
+    `specs` gives where the arguments and the results are.
+    """
+    if mesh is None:
+        return function
+    in_specs, out_specs = specs()
+    # Results that every rank computes alike are not checked: kernels say nothing about that
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

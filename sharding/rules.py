@@ -1,0 +1,59 @@
+"""From the logical names of a parameter's dimensions to its place on the mesh: the one table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxserve.sharding.mesh import FLAT
+
+Axes = Sequence[str | None]  # one name a dimension; None = not split
+
+RULES: Mapping[str | None, tuple[str, ...]] = {
+    None: (),
+    "embed": (),
+    "qkv": ("tp",),  # rows of q, k and v by head
+    "heads": FLAT,  # query heads, after attention
+    "gate_up": FLAT,  # rows of gate, then those of up
+    "mlp": FLAT,
+    "experts": FLAT,
+    "vocab": FLAT,
+    "pages": ("kv",),
+    "kv_heads": ("tp",),
+}
+
+
+def spec_of(axes: Axes) -> PartitionSpec:
+    """Where each dimension goes.
+
+    Raises:
+        ValueError: a name without a rule, or two dimensions that would be split over the same axis of the mesh.
+    """
+    unknown = [name for name in axes if name not in RULES]
+    if unknown:
+        raise ValueError(f"logical axes must be among {[name for name in RULES if name]}, got {unknown}")
+    places = [RULES[name] for name in axes]
+    taken = [axis for place in places for axis in place]
+    if len(taken) != len(set(taken)):
+        raise ValueError(f"logical axes {tuple(axes)} collide: they ask for mesh axes {taken}; name one of them None")
+    return PartitionSpec(*(place or None for place in places))
+
+
+def param_specs(params: Any, axes: Mapping[str, Axes]) -> Any:
+    """The specs of parameters in any form: one dict a layer or stacks, floats or 8 bits. `axes` by a leaf's name."""
+
+    def spec(path: tuple, leaf: jax.Array) -> PartitionSpec:
+        name = next(key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey))
+        named = list(axes[name])
+        if path[-1] == jax.tree_util.GetAttrKey("scale"):  # of an Int8Weight: one for each output
+            named.pop()
+        return spec_of([None] * (leaf.ndim - len(named)) + named)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def kv_specs(kv: Any) -> Any:
+    """The specs of KV caches: pages [L, P, page_size, K, H], and what there is once a head, [L, K]."""
+    pages, heads = spec_of((None, "pages", None, "kv_heads", None)), spec_of((None, "kv_heads"))
+    return jax.tree.map(lambda leaf: pages if leaf.ndim == 5 else heads, kv)
