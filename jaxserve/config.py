@@ -303,9 +303,7 @@ def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _num_pages(
-    cache: CacheOptions, page_bytes: int, params_bytes: int, device: DeviceMemory, num_ranks: int
-) -> int:
+def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, device: DeviceMemory, num_ranks: int) -> int:
     if cache.num_pages is not None:
         if cache.num_pages % num_ranks or cache.num_pages < 2 * num_ranks:
             raise ValueError(

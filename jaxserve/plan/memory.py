@@ -1,7 +1,9 @@
 """What a device of a split holds, by the engine's own rules."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -63,6 +65,12 @@ class Memory:
         return -(-context // self.sizes[1].page_size)
 
 
+@functools.lru_cache(maxsize=256)  # a plan asks for the same split on several topologies
+def _of_a_rank(model: Model, dtype: Any, kv: int, tp: int) -> tuple[ModelConfig, dict[LeafPath, int]]:
+    mesh = abstract_mesh(kv, tp)
+    return model.config_on(mesh), bytes_a_device(model, dtype, mesh)
+
+
 def memory_of(config: EngineConfig, model: Model, device: DeviceMemory) -> Memory:
     """What an engine with these options would hold on each of these devices.
 
@@ -70,9 +78,7 @@ def memory_of(config: EngineConfig, model: Model, device: DeviceMemory) -> Memor
         ValueError: options that do not fit the model.
     """
     parallel = config.parallel
-    mesh = abstract_mesh(parallel.kv_parallel_size, parallel.tensor_parallel_size)
-    own = model.config_on(mesh)
-    leaves = bytes_a_device(model, config.model.jax_dtype, mesh)
+    own, leaves = _of_a_rank(model, config.model.jax_dtype, parallel.kv_parallel_size, parallel.tensor_parallel_size)
     try:
         sizes = resolve(config, own, params_bytes=sum(leaves.values()), device=device)
     except NoRoomError:

@@ -8,7 +8,7 @@ from jaxserve.config import DeviceMemory, EngineConfig
 from jaxserve.exceptions import ParameterError
 from jaxserve.models import Model, get_model
 from jaxserve.plan.memory import Memory, memory_of
-from jaxserve.plan.roofline import Rank, StepTime, decode_s, prefill_s
+from jaxserve.plan.roofline import MEASURED, Rank, Rates, StepTime, decode_s, prefill_s
 from jaxserve.runner import default_shapes
 from jaxserve.topologies import TOPOLOGIES, Topology, find_topology
 from jaxserve.weights.loader import open_checkpoint
@@ -16,6 +16,7 @@ from jaxserve.weights.loader import open_checkpoint
 DEFAULT_MAX_NUM_SEQS = 256  # beyond it a plan raises max_num_seqs to the batch
 GPU_MEMORY_FRACTION = 0.75  # that JAX allocates by itself
 LARGE_MEMORY_FRACTION = 0.95  # that can be asked of it
+MAX_BATCH = 8192  # a step's tokens, unless more are asked for
 MAX_DIMENSION = 2**24  # of a model; far above any, and each costs memory
 
 
@@ -88,7 +89,7 @@ def plan(
     """Plans a model on a topology.
 
     Args:
-        model: a name such as llama-3.1-8b, a Hugging Face id or folder, or a .gguf file; only its configuration is read.
+        model: a name such as llama-3.1-8b, a Hugging Face id or folder, or a .gguf file; its weights are not read.
         topology: one of `jaxserve.topologies.TOPOLOGIES`.
         context: tokens that each sequence has at most, its answer included.
         batch: sequences at a time.
@@ -102,14 +103,15 @@ def plan(
         ValueError: a model that is not supported, or a context that it was not made for.
     """
     place = find_topology(topology)
-    for name, value in (("context", context), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ParameterError(name, value, "an integer >= 1")
+    for name, value, limit in (("context", context, 2**31 - 1), ("batch", batch, MAX_BATCH)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise ParameterError(name, value, f"an integer in [1, {limit}]")
     if not 0.0 < memory_fraction <= 1.0:
         raise ParameterError("memory_fraction", memory_fraction, "in (0, 1]")
     EngineConfig.of(model, **options)  # refuses what the engine would
     found = get_model(open_checkpoint(model, load_format="dummy").config)
     _check_sizes(found, context)
+    _check_devices(place, options.get("kv_parallel_size") or 1, options.get("tensor_parallel_size") or 1)
     question = Question(
         model=found,
         name=model,
@@ -141,6 +143,14 @@ def _check_sizes(model: Model, context: int) -> None:
         raise ValueError(f"{largest} must be at most {MAX_DIMENSION} to be planned, got {getattr(config, largest)}")
 
 
+def _check_devices(topology: Topology, kv: int, tp: int) -> None:
+    if kv * tp > topology.num_devices:
+        raise ValueError(
+            f"kv_parallel_size {kv} x tensor_parallel_size {tp} needs {kv * tp} devices, {topology.name} has "
+            f"{topology.num_devices}; lower one of them or take a larger topology"
+        )
+
+
 def _splits(question: Question) -> Iterator[SplitPlan]:
     for kv, tp in _sizes(question):
         yield _split(question, kv, tp)
@@ -152,11 +162,6 @@ def _sizes(question: Question) -> list[tuple[int, int]]:
     kv, tp = (question.options.get(name) for name in ("kv_parallel_size", "tensor_parallel_size"))
     powers = [1 << i for i in range(limit.bit_length())]
     found = [(k, t) for k in ([kv] if kv else powers) for t in ([tp] if tp else powers) if k * t <= limit]
-    if not found:
-        raise ValueError(
-            f"kv_parallel_size {kv or 1} x tensor_parallel_size {tp or 1} needs {(kv or 1) * (tp or 1)} devices, "
-            f"{question.topology.name} has {limit}; lower one of them or take a larger topology"
-        )
     return sorted(found, key=lambda sizes: (sizes[0] * sizes[1], sizes[0]))
 
 
@@ -187,16 +192,23 @@ def _speed(question: Question, memory: Memory, kv: int, tp: int) -> tuple[StepTi
     """A decode step, and tokens a second of prompts of the whole context."""
     if memory.sizes is None:
         return None, None
-    scheduler, runner = memory.sizes
     rank = rank_of(question.model, memory, question.topology, kv, tp)
-    rows = next(s.decode_rows for s in default_shapes(runner) if not s.prefill_tokens and s.decode_rows >= question.batch)
+    rows = decode_rows(memory, question.batch)
     step = decode_s(rank, batch=question.batch, context=question.context, num_rows=rows)
-    together = min(question.batch, max(1, scheduler.max_num_batched_tokens // question.context))
-    seconds = prefill_s(rank, num_seqs=together, length=question.context, budget=scheduler.max_num_batched_tokens)
+    budget = memory.sizes[0].max_num_batched_tokens
+    together = min(question.batch, max(1, budget // question.context))
+    seconds = prefill_s(rank, num_seqs=together, length=question.context, budget=budget)
     return step, together * question.context / seconds
 
 
-def rank_of(model: Model, memory: Memory, topology: Topology, kv: int, tp: int) -> Rank:
+def decode_rows(memory: Memory, batch: int) -> int:
+    """Rows of the program for steps in which so many sequences decode."""
+    assert memory.sizes is not None
+    shapes = default_shapes(memory.sizes[1])
+    return next(shape.decode_rows for shape in shapes if not shape.prefill_tokens and shape.decode_rows >= batch)
+
+
+def rank_of(model: Model, memory: Memory, topology: Topology, kv: int, tp: int, rates: Rates = MEASURED) -> Rank:
     """One rank, as the roofline sees it."""
     assert memory.sizes is not None
     return Rank(
@@ -209,6 +221,7 @@ def rank_of(model: Model, memory: Memory, topology: Topology, kv: int, tp: int) 
         kv_bytes=memory.kv_token_bytes // model.config.num_layers,
         page_size=memory.sizes[1].page_size,
         device=topology.device,
+        rates=rates,
     )
 
 
@@ -235,9 +248,10 @@ def _ways_out(question: Question, splits: list[SplitPlan]) -> list[str]:
     on_gpu = question.topology.device.platform == "gpu"
     if on_gpu and question.memory_fraction < LARGE_MEMORY_FRACTION and fits(memory_fraction=LARGE_MEMORY_FRACTION):
         found.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION={LARGE_MEMORY_FRACTION} in the environment of both commands")
-    larger = [t for t in TOPOLOGIES.values() if t.device is question.topology.device]
-    for topology in sorted(larger, key=lambda t: t.num_devices):
-        if topology.num_devices > question.topology.num_devices and fits(topology=topology, options=free):
-            found.append(f"--topology {topology.name}")
-            break
+    by_size = sorted(TOPOLOGIES.values(), key=lambda topology: topology.num_devices)
+    same = [t for t in by_size if t.device is question.topology.device]
+    larger = [t for t in same if t.num_devices > question.topology.num_devices]
+    for some in (larger, [t for t in by_size if t not in same]):  # other devices only where more of these are no help
+        if name := next((t.name for t in some if fits(topology=t)), None):
+            return [*found, f"--topology {name}"]
     return found
