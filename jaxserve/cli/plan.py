@@ -56,7 +56,7 @@ def plan(
 
 def _memory_fraction(environment: Mapping[str, str]) -> float:
     """As JAX reads it."""
-    from jaxserve.plan.splits import GPU_MEMORY_FRACTION
+    from jaxserve.plan.planner import GPU_MEMORY_FRACTION
 
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if text := environment.get(name):
@@ -78,25 +78,8 @@ def as_dict(plan: "Plan", asked: Mapping[str, Any]) -> dict[str, Any]:
         "memory_bytes": plan.memory_bytes,
         "splits": [dataclasses.asdict(split) | {"best": split is plan.best} for split in plan.splits],
         "ways_out": plan.ways_out,
-        "notes": notes(plan),
+        "notes": plan.notes,
     }
-
-
-def notes(plan: "Plan") -> list[str]:
-    """What stands between these figures and the truth."""
-    topology, found = plan.topology, []
-    if topology.num_hosts > 1:
-        found.append(
-            f"{topology.name} has {topology.num_hosts} hosts of {topology.num_devices // topology.num_hosts} devices; "
-            "so far an engine uses the devices of one."
-        )
-    if topology.device.platform == "tpu":
-        found.append("Times on TPUs are estimates: nothing was measured there, and attention is plain XLA so far.")
-    elif any(split.num_devices > 2 for split in plan.splits):
-        found.append("Collectives were measured between two GPUs; with more they may take longer.")
-    if any(split.kv_parallel_size > 1 for split in plan.splits):
-        found.append("With kv above 1 the attention of prompts is plain XLA: take its prefill for an upper bound.")
-    return found
 
 
 def _print(plan: "Plan", asked: Mapping[str, Any]) -> None:
@@ -124,7 +107,7 @@ def _print(plan: "Plan", asked: Mapping[str, Any]) -> None:
         console.print("Nothing fits. What would:" if plan.ways_out else "Nothing fits.", highlight=False)
         for way in plan.ways_out:
             console.print(f"- {way}", highlight=False)
-    for note in notes(plan):
+    for note in plan.notes:
         console.print(note, style="dim", highlight=False)
 
 

@@ -6,4 +6,5 @@ padded, and how many pages fit come from the engine's own code (`weights.loader.
 """
 
 from jaxserve.plan.memory import Memory as Memory, memory_of as memory_of
-from jaxserve.plan.splits import Plan as Plan, SplitPlan as SplitPlan, plan as plan
+from jaxserve.plan.planner import Plan as Plan, plan as plan
+from jaxserve.plan.splits import SplitPlan as SplitPlan

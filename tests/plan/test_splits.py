@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxserve.exceptions import ParameterError, WeightsError
 from jaxserve.plan import Plan, plan
-from jaxserve.plan.splits import MAX_BATCH
+from jaxserve.plan.planner import MAX_BATCH
 from jaxserve.topologies import H200
 from jaxserve.weights.dummy import SHAPES
 
@@ -145,6 +145,20 @@ def test_ways_out_are_the_nearest():
     ]
 
 
+def test_notes_say_what_the_figures_do_not_know():
+    def said(model: str, topology: str) -> str:
+        return " ".join(plan(model, topology, context=1, batch=1).notes)
+
+    assert said("llama-3.1-8b", "h200") == ""
+    assert "upper bound" in said("llama-3.1-8b", "h200x2")
+    assert "between two GPUs" not in said("llama-3.1-8b", "h200x2")
+    assert "between two GPUs" in said("llama-3.1-8b", "h100x4")
+    assert "pad head_dim" not in said("llama-3.1-8b", "v5e-8")
+    assert "TPUs pad head_dim 64 to 128" in said("smollm2-135m", "v5e-8")
+    assert "hosts" not in said("llama-3.1-8b", "v5e-8")
+    assert "v5p-16 has 2 hosts of 4 devices" in said("llama-3.1-8b", "v5p-16")
+
+
 # What is refused
 
 
@@ -171,9 +185,10 @@ def test_mistakes_are_refused_with_the_way_out(changes, message):
         plan(**({"model": "llama-3.1-8b", "topology": "h200x2", "context": 128, "batch": 1} | changes))
 
 
-def test_an_option_that_the_engine_does_not_have_is_refused():
-    with pytest.raises(TypeError, match="unknown engine options"):
-        plan("llama-3.1-8b", "h200", context=1, batch=1, wrong=1)
+@pytest.mark.parametrize("options", [{"wrong": 1}, {"quantization": "int8"}], ids=str)
+def test_an_option_that_is_not_planned_is_refused(options):
+    with pytest.raises(TypeError, match=r"unknown options of a plan \['\w+'\]; known: \['kv_cache_dtype', "):
+        plan("llama-3.1-8b", "h200", context=1, batch=1, **options)
 
 
 @pytest.mark.parametrize(
