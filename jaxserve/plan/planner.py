@@ -14,7 +14,9 @@ from jaxserve.weights.loader import open_checkpoint
 OPTIONS = ("kv_cache_dtype", "device_memory_utilization", "kv_parallel_size", "tensor_parallel_size")
 GPU_MEMORY_FRACTION = 0.75  # that JAX allocates by itself
 MAX_BATCH = 8192  # a step's tokens, unless more are asked for
-MAX_DIMENSION = 2**24  # of a model; far above any, and each costs memory
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_experts", "qkv_size", "head_dim")
+MAX_SIZE = 2**20  # of each; far above any model, and the rows of a dimension that is split cost memory here
+MAX_HEAD_DIM = 2**12  # since devices may hold copies of heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,10 +98,10 @@ def _check_sizes(model: Model, context: int) -> None:
             f"context {context} is beyond the model's max_position_embeddings {config.max_position_embeddings}; "
             "lower it to that"
         )
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_experts", "qkv_size")
-    largest = max(names, key=lambda name: getattr(config, name))
-    if getattr(config, largest) > MAX_DIMENSION:
-        raise ValueError(f"{largest} must be at most {MAX_DIMENSION} to be planned, got {getattr(config, largest)}")
+    for name in SIZES:
+        size, limit = getattr(config, name), MAX_HEAD_DIM if name == "head_dim" else MAX_SIZE
+        if size > limit:
+            raise ValueError(f"{name} must be at most {limit} to be planned, got {size}")
 
 
 def _check_devices(topology: Topology, kv: int, tp: int) -> None:

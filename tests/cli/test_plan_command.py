@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.cli.plan import PLAN_OPTIONS
+
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 COMMANDS = [shlex.split(line)[1:] for line in re.findall(r"^    (jaxserve plan .*)$", PAGE, flags=re.MULTILINE)]
 LLAMA = ("plan", "--model", "llama-3.1-8b")
@@ -29,6 +31,15 @@ def test_people_see_every_column_in_full(run, monkeypatch):
     assert "…" not in out
     assert re.search(r"^ *2 x 4 +\d\.\d +\d+\.\d +10\.5 +[\d,]+ +[\d,]+ +yes +[\d.]+ +[\d,]+ *$", out, re.MULTILINE)
     assert "Collectives were measured between two GPUs" in out
+
+
+def test_help_shows_every_option_in_full_on_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _, _ = run("plan", "--help")
+    assert code == 0
+    for name in ("topology", "context", "batch", "json", *PLAN_OPTIONS):
+        assert f"--{name.replace('_', '-')} " in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_json_holds_what_was_asked_and_every_split(run):

@@ -195,7 +195,11 @@ def test_an_option_that_is_not_planned_is_refused(options):
     ("changes", "message"),
     [
         ({"architectures": ["Unknown"]}, "architectures .* are not supported"),
-        ({"vocab_size": 2**30}, "vocab_size must be at most 16777216 to be planned, got 1073741824"),
+        ({"vocab_size": 2**30}, "vocab_size must be at most 1048576 to be planned, got 1073741824"),
+        (
+            {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2**13},
+            "head_dim must be at most 4096 to be",
+        ),
         ({"intermediate_size": 2**29}, "intermediate_size must be at most"),
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers must be an integer in \[1, 4096\]"),
         ({"hidden_size": "large"}, "hidden_size must be an integer"),
