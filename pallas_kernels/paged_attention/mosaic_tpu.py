@@ -1,0 +1,142 @@
+"""Paged attention on TPU: what its kernel cannot do, and how queries and pages are laid out for it.
+
+A position's heads of 64 numbers lie two beside each other in the cache's rows of 128 (`layers.kv_cache`), since a TPU
+pads rows to that. The queries of each are then zero in the other's half, and of the output only their half is used.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve.pallas_kernels.paged_attention import mosaic_tpu_kernel as kernel, tpu_work
+from jaxserve.pallas_kernels.paged_attention.types import FP8, AttentionBatch, KVCache
+
+LANES = 128
+PAGE_TABLE_ENTRIES = 128 * 1024  # half of the scalar memory of a TPU
+
+
+def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
+    """Why the kernel cannot serve this call; None if it can."""
+    (_, N, H), (_, _, page_size, K, lanes) = q.shape, kv.k.shape
+    if q.dtype != jnp.bfloat16 or kv.k.dtype not in (jnp.bfloat16, FP8):
+        return f"queries must be bfloat16 and the cache bfloat16 or float8_e4m3fn, got {q.dtype} and {kv.k.dtype}"
+    if H not in (64, 128, 256):
+        return f"head_dim must be 64, 128 or 256, got {H}"
+    if lanes != max(H, LANES):
+        return f"the cache's rows must be of {max(H, LANES)} numbers, got {lanes}: its layout is not that of a TPU"
+    if reason := _is_copied(K, lanes, kv.k.dtype):
+        return reason
+    if (rows := page_size * K) % (tile := 32 // kv.k.dtype.itemsize):
+        return f"a page must have a multiple of {tile} rows of {lanes} numbers, got {rows}"
+    if batch.own_lens is not None:
+        return "rows must see all tokens of the pages in their tables: they hold one rank's pages"
+    if (entries := math.prod(batch.page_table.shape)) > PAGE_TABLE_ENTRIES:
+        return f"the page table may have {PAGE_TABLE_ENTRIES} entries, got {entries}"
+    return None
+
+
+def _is_copied(row_heads: int, lanes: int, dtype: object) -> str | None:
+    """Why the kernel would be given a copy of the cache: where tiles of memory pad a position's rows, the cache is not
+    the matrix of rows that the kernel reads. Found by compiling for v5e and v6e.
+    """
+    small = (1,) if lanes > LANES else (1, 4) if dtype == FP8 else (1, 2, 4)
+    if row_heads in small or row_heads % 8 == 0:
+        return None
+    return f"a position must have {', '.join(map(str, small))} or a multiple of 8 rows of {lanes}, got {row_heads}"
+
+
+def plan(
+    batch: AttentionBatch, kv: KVCache, num_rows: int, num_heads: int, sliding_window: int | None
+) -> tpu_work.Work:
+    """What the kernel needs to know of a region, whatever the layer."""
+    return tpu_work.plan(batch, num_rows, sliding_window, tpu_work.tiling(kv, num_rows, num_heads, batch))
+
+
+def paged_attention(
+    q: Array,  # [rows, N, H]
+    kv: KVCache,
+    layer: int | Array,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    interpret: object = False,
+) -> tuple[Array, Array]:
+    """Output `[rows, N, H]` in q.dtype and float32 log-sum-exp `[rows, N]`; see the package's `paged_attention`.
+
+    Raises:
+        NotImplementedError: see `unsupported`.
+    """
+    if reason := unsupported(q, kv, batch):
+        raise NotImplementedError(f"paged_attention: implementation 'mosaic_tpu': {reason}")
+    num_rows, N, H = q.shape
+    L, P, _, _, lanes = kv.k.shape
+    sizes = tpu_work.tiling(kv, num_rows, N, batch)
+    work = batch.work or tpu_work.plan(batch, num_rows, sliding_window, sizes)
+    scales = kv.layer_scales(layer)
+    factor = scale if scales is None else scale * _of_query_heads(scales[0], N)
+    queries = _beside(q.astype(jnp.float32) * factor, kv, lanes).astype(q.dtype)
+    out, lse = kernel.attend(
+        _tiles(queries, work, sizes),
+        (kv.k.reshape(L, P, -1, lanes), kv.v.reshape(L, P, -1, lanes)),
+        layer,
+        batch.page_table,
+        work,
+        sizes,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        out_dtype=q.dtype if scales is None else jnp.float32,
+        interpret=interpret,
+    )
+    exists = work.slots[:, None] >= 0
+    out = _half(jnp.where(exists[..., None], _rows(out, work, sizes), 0), kv, H)
+    if scales is not None:
+        out = out * _of_query_heads(scales[1], N)
+    lse = jnp.where(exists, _rows(lse[..., None], work, sizes)[..., 0], -jnp.inf)
+    return out.astype(q.dtype), lse
+
+
+def _of_query_heads(of_kv_heads: Array, num_heads: int) -> Array:
+    """[K] -> [N, 1]."""
+    return jnp.repeat(of_kv_heads, num_heads // of_kv_heads.shape[0])[:, None]
+
+
+def _half_of_heads(num_heads: int, kv: KVCache, head_dim: int) -> Array:
+    """i32 [N, 1]: which of the heads in a row each query head attends with."""
+    shared = kv.k.shape[4] // head_dim
+    group = num_heads // (kv.k.shape[3] * shared)
+    return (jnp.arange(num_heads) // group % shared)[:, None]
+
+
+def _beside(q: Array, kv: KVCache, lanes: int) -> Array:
+    """[rows, N, H] -> [rows, N, lanes], zero where the row of the cache holds another head."""
+    _, N, H = q.shape
+    half = _half_of_heads(N, kv, H)
+    parts = [jnp.where(half == n, q, 0) for n in range(lanes // H)]
+    return jnp.concatenate(parts, axis=2)
+
+
+def _half(out: Array, kv: KVCache, head_dim: int) -> Array:
+    """[rows, N, lanes] -> [rows, N, H]: its head's part of each."""
+    _, N, lanes = out.shape
+    parts = jnp.split(out, lanes // head_dim, axis=2)
+    half = _half_of_heads(N, kv, head_dim)
+    return parts[0] if len(parts) == 1 else jnp.where(half == 0, *parts)
+
+
+def _tiles(q: Array, work: tpu_work.Work, sizes: tpu_work.Tiling) -> Array:
+    """[query rows, N, lanes] -> [blocks, passes, rows, lanes]."""
+    lanes = q.shape[2]
+    q = q[work.tokens].reshape(-1, sizes.tokens, sizes.passes, sizes.heads, lanes).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(q.shape[0], sizes.passes, sizes.tokens * sizes.heads, lanes)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, sizes.rows - q.shape[2]), (0, 0)))
+
+
+def _rows(x: Array, work: tpu_work.Work, sizes: tpu_work.Tiling) -> Array:
+    """[blocks, passes, rows, ...] -> [query rows, N, ...]; anything in rows without a tile."""
+    last = x.shape[-1]
+    x = x[:, :, : sizes.tokens * sizes.heads].reshape(-1, sizes.passes, sizes.tokens, sizes.heads, last)
+    x = x.transpose(0, 2, 1, 3, 4).reshape(-1, sizes.passes * sizes.heads, last)
+    return x[jnp.maximum(work.slots, 0)]

@@ -1,0 +1,147 @@
+"""What the TPU kernel of paged attention walks over: tiles of query tokens, blocks of pages.
+
+A *tile* is `tokens` consecutive query tokens of one sequence: all that it decodes, or a piece of its chunk of a prompt.
+Tiles that exist come first in the list. Pages lie in memory as rows of `lanes` numbers, `row_heads` rows a position:
+with head_dim 64 two heads share a row.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+
+UNSEEN = -(1 << 30)  # as a distance: less than any
+ROWS = 16  # of a tile in bfloat16: rows come in multiples of it
+BLOCK_BYTES = 1 << 20  # of keys and values together: they take longer to come (0.6 us on a v6e) than a copy to start
+MAX_BLOCK = 512  # positions
+TILE_ROWS = 512  # query rows of a KV head in a tile of a prompt: what it reads is used by so many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """Static sizes of one call."""
+
+    tokens: int  # query tokens of a tile
+    passes: int  # matmuls a block: one for each head's row of a position, or 1 = all heads at once, masked
+    heads: int  # query heads of a pass
+    row_heads: int  # rows of a position
+    page_size: int
+    pages: int  # of a block
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a pass, with padding."""
+        return -(-self.tokens * self.heads // ROWS) * ROWS
+
+    @property
+    def block(self) -> int:
+        """Positions of a block."""
+        return self.pages * self.page_size
+
+    @property
+    def columns(self) -> int:
+        """Of the scores of a pass: positions, or positions and heads."""
+        return self.block * (self.row_heads if self.passes == 1 else 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """The tiles of a region. Those after `num_tiles` repeat the last one."""
+
+    num_tiles: Array  # i32 [1]
+    blocks: Array  # i32 [tiles], of the queries: which are a tile's
+    sequences: Array  # i32 [tiles]
+    positions: Array  # i32 [tiles], of the first query token
+    first_pages: Array  # i32 [tiles], of its sequence: the first that a tile sees
+    ends: Array  # i32 [tiles], after the last position that a tile sees
+    tokens: Array  # i32 [blocks, tokens], the query rows of each block
+    slots: Array  # i32 [query rows], where in `tokens` each row is; -1 = nowhere
+    distances: Array  # i32 [rows, columns], query token minus position, both counted in the tile and the block
+
+
+def tiling(kv: KVCache, num_rows: int, num_heads: int, batch: AttentionBatch) -> Tiling:
+    """Decode: all heads in one matmul, of which each row uses its own head's columns, as long as rows of one head alone
+    would not fill a tile of the matrix unit. Else a matmul for each row of a position.
+    """
+    _, _, page_size, row_heads, lanes = kv.k.shape
+    group = num_heads // row_heads
+    tokens = batch.max_q_len
+    if batch.cu_q_lens is not None:
+        tokens = max(1, min(-(-num_rows // 8) * 8, TILE_ROWS // group))
+    together = row_heads == 1 or tokens * group < ROWS
+    position_bytes = 2 * row_heads * lanes * kv.k.dtype.itemsize
+    block = min(MAX_BLOCK, BLOCK_BYTES // position_bytes)
+    return Tiling(
+        tokens=tokens,
+        passes=1 if together else row_heads,
+        heads=num_heads if together else group,
+        row_heads=row_heads,
+        page_size=page_size,
+        pages=max(1, block // page_size),
+    )
+
+
+def plan(batch: AttentionBatch, num_rows: int, sliding_window: int | None, sizes: Tiling) -> Work:
+    """The tiles of a region, whatever the layer."""
+    region = _decode if batch.cu_q_lens is None else _prefill
+    exists, blocks, sequences, positions, ends, tokens, slots = region(batch, num_rows, sizes.tokens)
+    num_tiles = jnp.sum(exists)
+    order = jnp.argsort(~exists, stable=True)
+    order = order[jnp.minimum(jnp.arange(order.shape[0]), jnp.maximum(num_tiles - 1, 0))]
+    first = jnp.zeros_like(positions)
+    if sliding_window is not None:
+        first = jnp.maximum(positions - sliding_window + 1, 0) // sizes.page_size
+    of_tile = (blocks, sequences, positions, first, ends)
+    blocks, sequences, positions, first, ends = (x[order].astype(jnp.int32) for x in of_tile)
+    return Work(
+        num_tiles=num_tiles.astype(jnp.int32)[None],
+        blocks=blocks,
+        sequences=sequences,
+        positions=positions,
+        first_pages=first,
+        ends=ends,
+        tokens=tokens.astype(jnp.int32),
+        slots=slots.astype(jnp.int32),
+        distances=_distances(sizes),
+    )
+
+
+def _decode(batch: AttentionBatch, num_rows: int, size: int) -> tuple[Array, ...]:
+    """A tile a sequence."""
+    tiles, rows = jnp.arange(batch.kv_lens.shape[0]), jnp.arange(num_rows)
+    exists = batch.kv_lens > 0
+    slots = jnp.where(exists[rows // size], rows, -1)
+    return exists, tiles, tiles, batch.kv_lens - size, batch.kv_lens, rows.reshape(-1, size), slots
+
+
+def _prefill(batch: AttentionBatch, num_rows: int, size: int) -> tuple[Array, ...]:
+    """Each sequence's rows in pieces, of which the last may be short."""
+    assert batch.cu_q_lens is not None
+    starts, q_lens, num_seqs = batch.cu_q_lens[:-1], jnp.diff(batch.cu_q_lens), batch.kv_lens.shape[0]
+    counts = -(-q_lens // size)
+    ends = jnp.cumsum(counts)  # of each sequence in the list of tiles
+    tiles = jnp.arange(min(num_rows, num_rows // size + num_seqs))
+    s = jnp.minimum(jnp.searchsorted(ends, tiles, side="right"), num_seqs - 1)
+    first = (tiles - (ends - counts)[s]) * size
+    positions = batch.kv_lens[s] - q_lens[s] + first
+    tokens = jnp.clip((starts[s] + first)[:, None] + jnp.arange(size)[None], 0, num_rows - 1)
+    rows = jnp.arange(num_rows)
+    of_row = jnp.minimum(jnp.searchsorted(batch.cu_q_lens[1:], rows, side="right"), num_seqs - 1)
+    slots = (ends - counts)[of_row] * size + rows - starts[of_row]
+    slots = jnp.where(rows < batch.cu_q_lens[-1], slots, -1)
+    seen = jnp.minimum(batch.kv_lens[s], positions + size)
+    return tiles < ends[-1], tiles, s, positions, seen, tokens, slots
+
+
+def _distances(sizes: Tiling) -> Array:
+    rows, columns = jnp.arange(sizes.rows)[:, None], jnp.arange(sizes.columns)[None]
+    if sizes.passes > 1 or sizes.row_heads == 1:
+        distance, mine = rows // sizes.heads - columns, True
+    else:
+        head = rows % sizes.heads // (sizes.heads // sizes.row_heads)
+        distance, mine = rows // sizes.heads - columns // sizes.row_heads, head == columns % sizes.row_heads
+    return jnp.where(mine & (rows < sizes.tokens * sizes.heads), distance, UNSEEN)
