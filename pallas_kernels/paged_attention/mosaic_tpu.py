@@ -1,7 +1,8 @@
 """Paged attention on TPU: what its kernel cannot do, and how queries and pages are laid out for it.
 
-A position's heads of 64 numbers lie two beside each other in the cache's rows of 128 (`layers.kv_cache`), since a TPU
-pads rows to that. The queries of each are then zero in the other's half, and of the output only their half is used.
+There the cache has rows of 128 numbers (`layers.kv_cache`), the lanes of a TPU: two heads of 64 lie in a row, since one
+alone would be padded to 128. The queries of each are then zero in the other's half, and of the output only their half
+is used. A head of 256 lies in two rows.
 """
 
 import math
@@ -18,17 +19,21 @@ PAGE_TABLE_ENTRIES = 128 * 1024  # half of the scalar memory of a TPU
 
 def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
     """Why the kernel cannot serve this call; None if it can."""
-    (_, N, H), (_, _, page_size, K, lanes) = q.shape, kv.k.shape
+    H, (_, _, page_size, position_rows, lanes) = q.shape[2], kv.k.shape
     if q.dtype != jnp.bfloat16 or kv.k.dtype not in (jnp.bfloat16, FP8):
         return f"queries must be bfloat16 and the cache bfloat16 or float8_e4m3fn, got {q.dtype} and {kv.k.dtype}"
     if H not in (64, 128, 256):
         return f"head_dim must be 64, 128 or 256, got {H}"
-    if lanes != max(H, LANES):
-        return f"the cache's rows must be of {max(H, LANES)} numbers, got {lanes}: its layout is not that of a TPU"
-    if reason := _is_copied(K, lanes, kv.k.dtype):
-        return reason
-    if (rows := page_size * K) % (tile := 32 // kv.k.dtype.itemsize):
-        return f"a page must have a multiple of {tile} rows of {lanes} numbers, got {rows}"
+    if lanes != LANES or position_rows * lanes % H:
+        return f"the cache must have rows of {LANES} numbers, as on a TPU, got {position_rows} of {lanes} a position"
+    # Else tiles of memory pad the rows of a position, and the kernel, which reads the cache as a matrix of rows, would
+    # be given a copy of it. Found by compiling for v5e and v6e.
+    whole = (1, 4) if kv.k.dtype == FP8 else (1, 2, 4)
+    if position_rows not in whole and position_rows % 8:
+        numbers = ", ".join(map(str, whole))
+        return f"the KV heads of a position must fill {numbers} or a multiple of 8 rows of {LANES}, got {position_rows}"
+    if (rows := page_size * position_rows) % (tile := 32 // kv.k.dtype.itemsize):
+        return f"a page must have a multiple of {tile} rows of {LANES} numbers, got {rows}"
     if batch.own_lens is not None:
         return "rows must see all tokens of the pages in their tables: they hold one rank's pages"
     if (entries := math.prod(batch.page_table.shape)) > PAGE_TABLE_ENTRIES:
@@ -36,21 +41,11 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
     return None
 
 
-def _is_copied(row_heads: int, lanes: int, dtype: object) -> str | None:
-    """Why the kernel would be given a copy of the cache: where tiles of memory pad a position's rows, the cache is not
-    the matrix of rows that the kernel reads. Found by compiling for v5e and v6e.
-    """
-    small = (1,) if lanes > LANES else (1, 4) if dtype == FP8 else (1, 2, 4)
-    if row_heads in small or row_heads % 8 == 0:
-        return None
-    return f"a position must have {', '.join(map(str, small))} or a multiple of 8 rows of {lanes}, got {row_heads}"
-
-
 def plan(
-    batch: AttentionBatch, kv: KVCache, num_rows: int, num_heads: int, sliding_window: int | None
+    batch: AttentionBatch, kv: KVCache, num_rows: int, num_heads: int, head_dim: int, sliding_window: int | None
 ) -> tpu_work.Work:
     """What the kernel needs to know of a region, whatever the layer."""
-    return tpu_work.plan(batch, num_rows, sliding_window, tpu_work.tiling(kv, num_rows, num_heads, batch))
+    return tpu_work.plan(batch, num_rows, sliding_window, tpu_work.tiling(kv, num_rows, num_heads, head_dim, batch))
 
 
 def paged_attention(
@@ -73,11 +68,11 @@ def paged_attention(
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_tpu': {reason}")
     num_rows, N, H = q.shape
     L, P, _, _, lanes = kv.k.shape
-    sizes = tpu_work.tiling(kv, num_rows, N, batch)
+    sizes = tpu_work.tiling(kv, num_rows, N, H, batch)
     work = batch.work or tpu_work.plan(batch, num_rows, sliding_window, sizes)
     scales = kv.layer_scales(layer)
     factor = scale if scales is None else scale * _of_query_heads(scales[0], N)
-    queries = _beside(q.astype(jnp.float32) * factor, kv, lanes).astype(q.dtype)
+    queries = _beside(q.astype(jnp.float32) * factor, kv).astype(q.dtype)
     out, lse = kernel.attend(
         _tiles(queries, work, sizes),
         (kv.k.reshape(L, P, -1, lanes), kv.v.reshape(L, P, -1, lanes)),
@@ -91,7 +86,7 @@ def paged_attention(
         interpret=interpret,
     )
     exists = work.slots[:, None] >= 0
-    out = _half(jnp.where(exists[..., None], _rows(out, work, sizes), 0), kv, H)
+    out = _own_half(jnp.where(exists[..., None], _rows(out, work, sizes), 0), kv, H)
     if scales is not None:
         out = out * _of_query_heads(scales[1], N)
     lse = jnp.where(exists, _rows(lse[..., None], work, sizes)[..., 0], -jnp.inf)
@@ -103,27 +98,26 @@ def _of_query_heads(of_kv_heads: Array, num_heads: int) -> Array:
     return jnp.repeat(of_kv_heads, num_heads // of_kv_heads.shape[0])[:, None]
 
 
-def _half_of_heads(num_heads: int, kv: KVCache, head_dim: int) -> Array:
-    """i32 [N, 1]: which of the heads in a row each query head attends with."""
-    shared = kv.k.shape[4] // head_dim
-    group = num_heads // (kv.k.shape[3] * shared)
-    return (jnp.arange(num_heads) // group % shared)[:, None]
+def _half_of_heads(num_heads: int, num_kv_heads: int) -> Array:
+    """i32 [N, 1]: in which half of its row is the KV head of each query head, where two share one."""
+    return (jnp.arange(num_heads) // (num_heads // num_kv_heads) % 2)[:, None]
 
 
-def _beside(q: Array, kv: KVCache, lanes: int) -> Array:
-    """[rows, N, H] -> [rows, N, lanes], zero where the row of the cache holds another head."""
+def _beside(q: Array, kv: KVCache) -> Array:
+    """[rows, N, H] -> [rows, N, max(H, 128)], zero where the row of the cache holds another head."""
     _, N, H = q.shape
-    half = _half_of_heads(N, kv, H)
-    parts = [jnp.where(half == n, q, 0) for n in range(lanes // H)]
-    return jnp.concatenate(parts, axis=2)
+    if H >= LANES:
+        return q
+    half = _half_of_heads(N, kv.k.shape[3] * 2)
+    return jnp.concatenate([jnp.where(half == n, q, 0) for n in range(2)], axis=2)
 
 
-def _half(out: Array, kv: KVCache, head_dim: int) -> Array:
-    """[rows, N, lanes] -> [rows, N, H]: its head's part of each."""
-    _, N, lanes = out.shape
-    parts = jnp.split(out, lanes // head_dim, axis=2)
-    half = _half_of_heads(N, kv, head_dim)
-    return parts[0] if len(parts) == 1 else jnp.where(half == 0, *parts)
+def _own_half(out: Array, kv: KVCache, head_dim: int) -> Array:
+    """[rows, N, max(H, 128)] -> [rows, N, H]: of each row its head's part."""
+    if head_dim >= LANES:
+        return out
+    half = _half_of_heads(out.shape[1], kv.k.shape[3] * 2)
+    return jnp.where(half == 0, *jnp.split(out, 2, axis=2))
 
 
 def _tiles(q: Array, work: tpu_work.Work, sizes: tpu_work.Tiling) -> Array:

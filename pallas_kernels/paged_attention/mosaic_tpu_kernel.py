@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxserve.pallas_kernels.paged_attention.tpu_work import Tiling, Work
 
 NOTHING = -1e30  # score of what a row must not see; finite, so that exp(NOTHING - NOTHING) is not NaN
-LANES = 128
+LANES = 128  # of a register: a number a row is kept in all of them
 
 
 class Scalars(NamedTuple):
@@ -36,14 +36,14 @@ class Scalars(NamedTuple):
 class Blocks(NamedTuple):
     """The pages of the cache, and where those of two blocks are put."""
 
-    pages: tuple[Any, Any]  # keys and values [L, P, page_size * row_heads, lanes], in HBM
-    buffers: tuple[Any, Any]  # [2, block * row_heads, lanes]
+    pages: tuple[Any, Any]  # keys and values [L, P, page_size * position_rows, lanes], in HBM
+    buffers: tuple[Any, Any]  # [2, block * position_rows, lanes]
     arrived: Any  # DMA semaphores [2 (keys, values), 2 (buffers)]
 
 
 def attend(
-    q: Array,  # [blocks, passes, rows, lanes], scaled
-    pages: tuple[Array, Array],  # keys and values, [L, P, page_size * row_heads, lanes]
+    q: Array,  # [blocks, passes, rows, lanes of a head], scaled
+    pages: tuple[Array, Array],  # keys and values, [L, P, page_size * position_rows, lanes]
     layer: int | Array,
     page_table: Array,  # i32 [S, max_pages]
     work: Work,
@@ -55,11 +55,12 @@ def attend(
     interpret: Any,
 ) -> tuple[Array, Array]:
     """Output like q and float32 log-sum-exp [blocks, passes, rows]. Blocks that belong to no tile hold anything."""
-    _, passes, rows, lanes = q.shape
-    block_rows = sizes.block * sizes.row_heads
+    _, passes, rows, head_lanes = q.shape
+    lanes = pages[0].shape[-1]
+    block_rows = sizes.block * sizes.position_rows
     of_block = lambda t, *scalars: (Scalars(*scalars).blocks[t], 0, 0, 0)  # noqa: E731
-    tile = pl.BlockSpec((1, passes, rows, lanes), of_block)
-    wide = [pltpu.VMEM((block_rows, lanes), jnp.float32)] * 2 if passes > 1 else []
+    tile = pl.BlockSpec((1, passes, rows, head_lanes), of_block)
+    wide = [pltpu.VMEM((block_rows, lanes), jnp.float32)] * (0 if sizes.together else 2)
     kernel = functools.partial(
         _kernel, sizes=sizes, max_pages=page_table.shape[1], sliding_window=sliding_window, soft_cap=soft_cap
     )
@@ -80,7 +81,7 @@ def attend(
                 pltpu.VMEM((2, block_rows, lanes), pages[1].dtype),
                 pltpu.SemaphoreType.DMA((2, 2)),
                 pltpu.SMEM((1,), jnp.int32),
-                pltpu.VMEM((passes, rows, lanes), jnp.float32),
+                pltpu.VMEM((passes, rows, head_lanes), jnp.float32),
                 pltpu.VMEM((passes, rows, LANES), jnp.float32),
                 pltpu.VMEM((passes, rows, LANES), jnp.float32),
                 *wide,
@@ -92,7 +93,7 @@ def attend(
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
-        name="paged_attention_decode" if passes == 1 else "paged_attention",
+        name="paged_attention",
     )
     scalars = Scalars(
         layer=jnp.asarray(layer, jnp.int32).reshape(1),
@@ -114,7 +115,7 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
     out, lse = refs[4:6]  # [1, passes, rows, lanes], [1, passes, 1, rows]
     k_buffers, v_buffers, arrived, turns = refs[6:10]  # turns [1]: blocks so far, of all tiles
     acc, top, total = refs[10:13]  # [passes, rows, lanes or 128], of the softmax
-    wide = refs[13:]  # float32 [block * row_heads, lanes] for keys and for values, with several passes
+    wide = refs[13:]  # float32 [block * position_rows, lanes] for keys and for values, with several passes
     blocks = Blocks((k_pages, v_pages), (k_buffers, v_buffers), arrived)
     move = functools.partial(_move, scalars=scalars, blocks=blocks, sizes=sizes, max_pages=max_pages)
     tile, num_tiles = pl.program_id(0), scalars.num_tiles[0]
@@ -140,7 +141,7 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
 
         move(tile, i, buffer, wait)
         first = (scalars.first_pages[tile] + i * sizes.pages) * sizes.page_size
-        _clear_after(v_buffers.at[buffer], (scalars.ends[tile] - first) * sizes.row_heads)
+        _clear_after(v_buffers.at[buffer], (scalars.ends[tile] - first) * sizes.position_rows)
         for source, copy in zip((k_buffers, v_buffers), wide, strict=False):
             copy[...] = source[buffer].astype(jnp.float32)
         nearest = first - scalars.positions[tile]
@@ -176,7 +177,7 @@ def _move(
     tile: Any, block: Any, buffer: Any, act: Any, *, scalars: Scalars, blocks: Blocks, sizes: Tiling, max_pages: int
 ) -> None:
     """Starts, or waits for, the copies of a tile's block of pages into a buffer."""
-    page_rows = sizes.page_size * sizes.row_heads
+    page_rows = sizes.page_size * sizes.position_rows
     first = scalars.sequences[tile] * max_pages + scalars.first_pages[tile] + block * sizes.pages
 
     def page(i: Any, _: None) -> None:
@@ -207,11 +208,15 @@ def _clear_after(rows: Any, num_rows: Any) -> None:
         rows[...] = jnp.where(row < num_rows, rows[...].astype(jnp.float32), 0.0).astype(rows.dtype)
 
 
-def _rows_of(head: int, rows: Any, wide: Any, sizes: Tiling) -> Array:
-    """A block's rows of one head of each position, or of all. Only float32 can be read with a stride."""
-    if sizes.passes == 1:
+def _rows_of(n: int, rows: Any, wide: Any, sizes: Tiling) -> Array:
+    """A block's rows for one pass: all, or those of a head. Only float32 can be read with a stride."""
+    if sizes.together:
         return rows[...]
-    return wide[pl.ds(head, sizes.block, stride=sizes.row_heads), :]
+    rows_of_head = sizes.position_rows // sizes.passes
+    parts = [
+        wide[pl.ds(n * rows_of_head + part, sizes.block, stride=sizes.position_rows), :] for part in range(rows_of_head)
+    ]
+    return jnp.concatenate(parts, axis=1)
 
 
 def _add(

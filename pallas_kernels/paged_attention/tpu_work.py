@@ -1,8 +1,8 @@
 """What the TPU kernel of paged attention walks over: tiles of query tokens, blocks of pages.
 
 A *tile* is `tokens` consecutive query tokens of one sequence: all that it decodes, or a piece of its chunk of a prompt.
-Tiles that exist come first in the list. Pages lie in memory as rows of `lanes` numbers, `row_heads` rows a position:
-with head_dim 64 two heads share a row.
+Tiles that exist come first in the list. Pages lie in memory as rows of 128 numbers, `position_rows` a position: with
+head_dim 64 two heads share a row, with 256 a head has two.
 """
 
 import dataclasses
@@ -25,9 +25,10 @@ class Tiling:
     """Static sizes of one call."""
 
     tokens: int  # query tokens of a tile
-    passes: int  # matmuls a block: one for each head's row of a position, or 1 = all heads at once, masked
+    together: bool  # all heads in one pass over a block, each masked to its columns; else a pass for each
+    passes: int
     heads: int  # query heads of a pass
-    row_heads: int  # rows of a position
+    position_rows: int
     page_size: int
     pages: int  # of a block
 
@@ -44,7 +45,7 @@ class Tiling:
     @property
     def columns(self) -> int:
         """Of the scores of a pass: positions, or positions and heads."""
-        return self.block * (self.row_heads if self.passes == 1 else 1)
+        return self.block * (self.position_rows if self.together else 1)
 
 
 @jax.tree_util.register_dataclass
@@ -63,25 +64,27 @@ class Work:
     distances: Array  # i32 [rows, columns], query token minus position, both counted in the tile and the block
 
 
-def tiling(kv: KVCache, num_rows: int, num_heads: int, batch: AttentionBatch) -> Tiling:
+def tiling(kv: KVCache, num_rows: int, num_heads: int, head_dim: int, batch: AttentionBatch) -> Tiling:
     """Decode: all heads in one matmul, of which each row uses its own head's columns, as long as rows of one head alone
     would not fill a tile of the matrix unit. Else a matmul for each row of a position.
     """
-    _, _, page_size, row_heads, lanes = kv.k.shape
-    group = num_heads // row_heads
+    _, _, page_size, position_rows, lanes = kv.k.shape
+    rows_of_head = max(1, head_dim // lanes)
+    passes = position_rows // rows_of_head
+    group = num_heads // passes
     tokens = batch.max_q_len
     if batch.cu_q_lens is not None:
         tokens = max(1, min(-(-num_rows // 8) * 8, TILE_ROWS // group))
-    together = row_heads == 1 or tokens * group < ROWS
-    position_bytes = 2 * row_heads * lanes * kv.k.dtype.itemsize
-    block = min(MAX_BLOCK, BLOCK_BYTES // position_bytes)
+    together = position_rows == 1 or (rows_of_head == 1 and tokens * group < ROWS)
+    position_bytes = 2 * position_rows * lanes * kv.k.dtype.itemsize
     return Tiling(
         tokens=tokens,
-        passes=1 if together else row_heads,
+        together=together,
+        passes=1 if together else passes,
         heads=num_heads if together else group,
-        row_heads=row_heads,
+        position_rows=position_rows,
         page_size=page_size,
-        pages=max(1, block // page_size),
+        pages=max(1, min(MAX_BLOCK, BLOCK_BYTES // position_bytes) // page_size),
     )
 
 
@@ -139,9 +142,9 @@ def _prefill(batch: AttentionBatch, num_rows: int, size: int) -> tuple[Array, ..
 
 def _distances(sizes: Tiling) -> Array:
     rows, columns = jnp.arange(sizes.rows)[:, None], jnp.arange(sizes.columns)[None]
-    if sizes.passes > 1 or sizes.row_heads == 1:
-        distance, mine = rows // sizes.heads - columns, True
-    else:
-        head = rows % sizes.heads // (sizes.heads // sizes.row_heads)
-        distance, mine = rows // sizes.heads - columns // sizes.row_heads, head == columns % sizes.row_heads
-    return jnp.where(mine & (rows < sizes.tokens * sizes.heads), distance, UNSEEN)
+    in_use = rows < sizes.tokens * sizes.heads
+    positions_apart = sizes.position_rows if sizes.together else 1
+    if sizes.together:
+        own = rows % sizes.heads // (sizes.heads // sizes.position_rows)
+        in_use &= own == columns % sizes.position_rows
+    return jnp.where(in_use, rows // sizes.heads - columns // positions_apart, UNSEEN)
