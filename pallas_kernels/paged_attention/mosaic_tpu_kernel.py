@@ -148,12 +148,15 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
         visible = distances[...] >= nearest
         if sliding_window is not None:
             visible &= distances[...] < nearest + sliding_window
-        for n in range(sizes.passes):
+
+        def attend_pass(n: Array, _: None) -> None:
             k, v = (
                 _rows_of(n, buffers.at[buffer], copy, sizes).astype(q.dtype)
                 for buffers, copy in zip((k_buffers, v_buffers), wide or (None, None), strict=True)
             )
             _add(q[0, n], k, v, visible, acc.at[n], top.at[n], total.at[n], soft_cap)
+
+        jax.lax.fori_loop(0, sizes.passes, attend_pass, None)
 
     @pl.when(tile < num_tiles)
     def _():
@@ -161,11 +164,14 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
         top[...] = jnp.full(top.shape, NOTHING, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         jax.lax.fori_loop(0, num_blocks, block, None)
-        for n in range(sizes.passes):
+
+        def write(n: Array, _: None) -> None:
             empty = top[n] == NOTHING
             whole = jnp.where(empty, 1.0, total[n])
             out[0, n] = jnp.where(empty[:, :1], 0.0, acc[n] / whole[:, :1]).astype(out.dtype)
             lse[0, n] = jnp.where(empty, -jnp.inf, top[n] + jnp.log(whole)).T[:1]
+
+        jax.lax.fori_loop(0, sizes.passes, write, None)
 
 
 def _num_pages(tile: Any, scalars: Scalars, sizes: Tiling) -> Any:
@@ -208,7 +214,7 @@ def _clear_after(rows: Any, num_rows: Any) -> None:
         rows[...] = jnp.where(row < num_rows, rows[...].astype(jnp.float32), 0.0).astype(rows.dtype)
 
 
-def _rows_of(n: int, rows: Any, wide: Any, sizes: Tiling) -> Array:
+def _rows_of(n: Array, rows: Any, wide: Any, sizes: Tiling) -> Array:
     """A block's rows for one pass: all, or those of a head. Only float32 can be read with a stride."""
     if sizes.together:
         return rows[...]

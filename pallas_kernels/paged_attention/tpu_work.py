@@ -16,7 +16,7 @@ from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCach
 UNSEEN = -(1 << 30)  # as a distance: less than any
 ROWS = 16  # of a tile in bfloat16: rows come in multiples of it
 BLOCK_BYTES = 1 << 20  # of keys and values together: they take longer to come (0.6 us on a v6e) than a copy to start
-MAX_BLOCK = 512  # positions
+MAX_BLOCK = 256  # positions: scores of a tile of a prompt, 512 KiB, share the vector memory with all else
 TILE_ROWS = 512  # query rows of a KV head in a tile of a prompt: what it reads is used by so many
 
 
