@@ -59,10 +59,24 @@ class CacheShape(Protocol):
 
 def init_kv_cache(config: CacheShape, *, num_pages: int, page_size: int, dtype: DTypeLike) -> dict[str, KVCache]:
     """Empty caches, one for each layer kind. They share page ids: page p of every kind holds the same tokens."""
-    shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    position = position_shape(config.num_kv_heads, config.head_dim, jax.default_backend())
     return {
-        kind: KVCache.zeros(config.layer_kinds.count(kind), *shape, dtype) for kind in dict.fromkeys(config.layer_kinds)
+        kind: KVCache.zeros(
+            config.layer_kinds.count(kind), num_pages, page_size, position, dtype, num_kv_heads=config.num_kv_heads
+        )
+        for kind in dict.fromkeys(config.layer_kinds)
     }
+
+
+def position_shape(num_kv_heads: int, head_dim: int, platform: str) -> tuple[int, int]:
+    """The shape of one position's keys, or values, in the cache of a device of this platform.
+
+    On TPU memory has rows of 128 numbers: a head of 64 alone would take twice its memory, so that two share a row, and
+    one of 256 takes two rows. Rows of 128 are also what can be written in place there.
+    """
+    if platform == "tpu" and head_dim in (64, 256) and num_kv_heads * head_dim % 128 == 0:
+        return num_kv_heads * head_dim // 128, 128
+    return num_kv_heads, head_dim
 
 
 def write_kv(
@@ -76,6 +90,7 @@ def write_kv(
     """The cache with each row of k and v at its page and offset of `layer`. In place when the cache was donated."""
     if scales := kv.layer_scales(layer):
         k, v = (quantize(x, scale) for x, scale in zip((k, v), scales, strict=True))
+    k, v = (x.reshape(x.shape[0], *kv.k.shape[3:]) for x in (k, v))
     return dataclasses.replace(
         kv,
         k=kv.k.at[layer, page_ids, page_offsets].set(k.astype(kv.k.dtype)),

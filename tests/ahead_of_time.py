@@ -4,8 +4,8 @@
 
 The model is a small Llama in bfloat16, with its layers in the target's form and a KV cache that is larger than its
 weights. Nothing is allocated: arguments are shapes. A process of its own, since libtpu reads its environment once.
-For cuda, an H200, the steps use the Hopper kernels, which are also compiled one by one. On cuda and tpu the steps are
-compiled for two devices too, with either kind of parallelism.
+The steps use the kernels for the target, an H200 or a v5e, which are also compiled one by one, for a v6e too. On cuda
+and tpu the steps are compiled for two devices too, with either kind of parallelism.
 """
 
 import collections
@@ -49,7 +49,7 @@ from jax.sharding import (  # noqa: E402
 
 from jaxserve.executables import COMPILER_OPTIONS  # noqa: E402
 from jaxserve.layers.decoder import stack_layers  # noqa: E402
-from jaxserve.layers.kv_cache import init_kv_cache  # noqa: E402
+from jaxserve.layers.kv_cache import init_kv_cache, position_shape  # noqa: E402
 from jaxserve.layers.moe import moe  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
@@ -80,6 +80,7 @@ SHAPES = {
 }
 
 
+KERNELS_OF: dict[str, paged_attention.Implementation] = {"cpu": "xla", "cuda": "mosaic_gpu", "tpu": "mosaic_tpu"}
 MESHES = {"tp": (1, 2), "kv": (2, 1)}
 
 
@@ -126,6 +127,16 @@ KERNELS |= {
     )
 }
 
+TPU_KERNELS = {
+    "decode_32_8_128": KERNELS["decode_32_8_128"],
+    "decode_32_8_128_fp8": KERNELS["decode_32_8_128_fp8"],
+    "decode_32_8_64": KernelShape(num_seqs=64, heads=(32, 8, 64), page_size=16),
+    "decode_32_8_128_eight_tokens": KernelShape(num_seqs=16, heads=(32, 8, 128), q_len=8),
+    "decode_8_4_256": KERNELS["decode_8_4_256"],
+    "prefill_32_8_128": KernelShape(num_seqs=4, heads=(32, 8, 128), prefill_rows=512),
+    "prefill_8_4_256_fp8": KERNELS["prefill_8_4_256_fp8"],
+}
+
 COLLECTIVES = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 EXPERTS = {"experts_1": 1, "experts_5": 5, "experts_64": 64, "experts_300": 300, "experts_8192": 8192}  # tokens
 
@@ -135,9 +146,13 @@ def targets(platform: str) -> list[Any]:
     if platform == "cpu":
         return jax.devices()[:1]
     if platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+        return tpus("v5e")
     description = (Path(__file__).parent / "targets" / "h200.txtpb").read_text(encoding="utf-8")
     return topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x2").devices
+
+
+def tpus(family: str) -> list[Any]:
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{family}:2x2").devices
 
 
 def arguments(model, platform: str, place: SingleDeviceSharding):
@@ -195,9 +210,12 @@ def kernels_of(compile_it: Callable[[], Any]) -> dict:
     }
 
 
-def compile_attention(shape: KernelShape, struct: Callable[..., Any]) -> Any:
+def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: str = "cuda") -> Any:
     N, K, H = shape.heads
-    pages, scale = struct((2, 256, shape.page_size, K, H), shape.dtype), None
+    position, num_pages = position_shape(K, H, platform), 256
+    if platform == "tpu":  # a GiB of keys, which no copy of can be put into the vector memory
+        num_pages = 2**30 // (2 * shape.page_size * K * H * jnp.dtype(shape.dtype).itemsize)
+    pages, scale = struct((2, num_pages, shape.page_size, *position), shape.dtype), None
     if shape.dtype == jnp.float8_e4m3fn:
         scale = struct((2, K), jnp.float32)
     batch = paged_attention.AttentionBatch(
@@ -207,11 +225,16 @@ def compile_attention(shape: KernelShape, struct: Callable[..., Any]) -> Any:
         max_q_len=shape.q_len,
     )
     attention = functools.partial(
-        paged_attention.paged_attention, scale=H**-0.5, return_lse=True, implementation="mosaic_gpu"
+        paged_attention.paged_attention, scale=H**-0.5, return_lse=True, implementation=KERNELS_OF[platform]
     )
     q = struct((shape.rows, N, H), jnp.bfloat16)
     kv = paged_attention.KVCache(k=pages, v=pages, k_scale=scale, v_scale=scale)
-    return compile_for("cuda", attention, q, kv, struct((), jnp.int32), batch)
+    return compile_for(platform, attention, q, kv, struct((), jnp.int32), batch)
+
+
+def compile_on_tpu(shape: KernelShape, family: str) -> dict:
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(tpus(family)[0]))
+    return {"temp_bytes": compile_attention(shape, struct, "tpu").memory_analysis().temp_size_in_bytes}
 
 
 def compile_dense_layer(num_rows: int, struct: Callable[..., Any]) -> Any:
@@ -291,8 +314,14 @@ def main(platform: str) -> None:
     place = SingleDeviceSharding(devices[0])
     args = arguments(model, platform, place)
     result: dict = {"weights_bytes": num_bytes(args[0]), "cache_bytes": num_bytes(args[1])}
+    paged_attention.preferred = lambda: KERNELS_OF[platform]  # as on the target
+    if platform == "tpu":
+        result["kernels"] = {
+            f"{family}_{name}": compile_on_tpu(shape, family)
+            for family in ("v5e", "v6e")
+            for name, shape in TPU_KERNELS.items()
+        }
     if platform == "cuda":
-        paged_attention.preferred = lambda: "mosaic_gpu"  # as on a Hopper card
         struct = functools.partial(jax.ShapeDtypeStruct, sharding=place)
         compiles = {name: functools.partial(compile_attention, shape, struct) for name, shape in KERNELS.items()}
         compiles |= {f"dense_layer_{n}": functools.partial(compile_dense_layer, n, struct) for n in (8, 16)}

@@ -225,9 +225,7 @@ def _rows_of(n: Array, rows: Any, wide: Any, sizes: Tiling) -> Array:
     return jnp.concatenate(parts, axis=1)
 
 
-def _add(
-    q: Array, k: Array, v: Array, visible: Array, acc: Any, top: Any, total: Any, soft_cap: float | None
-) -> None:
+def _add(q: Array, k: Array, v: Array, visible: Array, acc: Any, top: Any, total: Any, soft_cap: float | None) -> None:
     """A block's part of the softmax of one pass."""
     scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if soft_cap is not None:

@@ -259,13 +259,6 @@ def test_nothing_is_prepared_for_xla():
         assert same is batch
 
 
-def test_an_implementation_that_is_not_written_is_refused():
-    case = by_name["one_token"]
-    q, kv, batch = inputs(case, jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"mosaic_tpu.* is not written"):
-        paged_attention(q, kv, LAYER, batch, **case.options, implementation="mosaic_tpu")
-
-
 UNSUPPORTED = {
     "float32": (jnp.float32, {}, "bfloat16 or both float16, got float32"),
     "head_dim": (jnp.bfloat16, {"heads": (2, 1, 80)}, "head_dim must be 64, 128 or 256, got 80"),
@@ -329,13 +322,13 @@ def test_a_query_that_float16_cannot_hold_does_not_become_nan(implementation):
     ("platform", "capability", "expected"),
     [
         ("cpu", None, "xla"),
-        ("tpu", None, "xla"),
+        ("tpu", None, "mosaic_tpu"),
         ("gpu", "8.0", "xla"),
         ("gpu", "9.0", "mosaic_gpu"),
         ("gpu", "10.0", "xla"),
     ],
 )
-def test_the_hopper_kernels_are_preferred_on_hopper_only(platform, capability, expected, monkeypatch):
+def test_the_kernels_are_preferred_on_hopper_and_tpu_only(platform, capability, expected, monkeypatch):
     device = types.SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(package.jax, "devices", lambda: [device])
     assert package.preferred() == expected
