@@ -301,7 +301,9 @@ def compile_step(model, shape: StepShape, platform: str, place: Sharding, args) 
     compiled = compile_for(platform, step, *inputs, donate_argnums=(1, 2), place=place)
     memory = compiled.memory_analysis()
     assert memory is not None
-    found = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
+    found: dict = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
+    if platform == "tpu":
+        found["kernels"] = len(re.findall(r"custom_call_target=\"tpu_custom_call\"", compiled.as_text() or ""))
     if platform == "cuda" and shape.span is None:  # else there are three loops
         inside, outside = inside_and_outside_the_loop(compiled.as_text() or "")
         found |= {"in_loop": operations(inside), "outside": operations(outside)}

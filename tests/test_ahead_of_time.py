@@ -65,6 +65,22 @@ def test_steps_of_two_devices_copy_neither_the_weights_nor_the_cache(platform):
         assert program["temp_bytes"] < found["weights_bytes"] / 4, name
 
 
+@needs("libtpu")
+def test_attention_kernels_for_tpus_fit_their_memory_and_copy_no_page():
+    """A compile that needs too much vector memory fails. Keys are 512 MiB a layer, and so are values."""
+    kernels = compiled_for("tpu")["kernels"]
+    assert {name.partition("_")[0] for name in kernels} == {"v5e", "v6e"}
+    for name, kernel in kernels.items():
+        assert kernel["temp_bytes"] < 4 << 20, name
+
+
+@needs("libtpu")
+def test_steps_on_tpus_use_the_attention_kernel():
+    programs = compiled_for("tpu")["programs"]
+    assert programs["decode"]["kernels"] >= 1
+    assert programs["mixed"]["kernels"] >= 2 * programs["decode"]["kernels"]
+
+
 @pytest.mark.full
 @needs("jax_cuda13_plugin")
 @pytest.mark.parametrize(("name", "exchanges"), [("tp", {}), ("kv", {"all-to-all": 8})])

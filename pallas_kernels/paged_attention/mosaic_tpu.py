@@ -94,13 +94,13 @@ def paged_attention(
 
 
 def _of_query_heads(of_kv_heads: Array, num_heads: int) -> Array:
-    """[K] -> [N, 1]."""
-    return jnp.repeat(of_kv_heads, num_heads // of_kv_heads.shape[0])[:, None]
+    """[K] -> [1, N, 1]."""
+    return jnp.repeat(of_kv_heads, num_heads // of_kv_heads.shape[0])[None, :, None]
 
 
 def _half_of_heads(num_heads: int, num_kv_heads: int) -> Array:
-    """i32 [N, 1]: in which half of its row is the KV head of each query head, where two share one."""
-    return (jnp.arange(num_heads) // (num_heads // num_kv_heads) % 2)[:, None]
+    """i32 [1, N, 1]: in which half of its row is the KV head of each query head, where two share one."""
+    return (jnp.arange(num_heads) // (num_heads // num_kv_heads) % 2)[None, :, None]
 
 
 def _beside(q: Array, kv: KVCache) -> Array:

@@ -39,7 +39,7 @@ class KVCache:
         *,
         num_kv_heads: int,
     ) -> "KVCache":
-        """Empty pages of this dtype, with scales of 1 if it is float8_e4m3fn; `position` is the shape of one in them."""
+        """Empty pages of this dtype, with scales of 1 if it is float8_e4m3fn; `position` is the shape of each."""
         shape = (num_layers, num_pages, page_size, *position)
         scales = [jnp.ones((num_layers, num_kv_heads)) if dtype == FP8 else None for _ in range(2)]
         return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), k_scale=scales[0], v_scale=scales[1])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, LAYER, Case, inputs
+from attention_cases import CASES, LAYER, Case, error, inputs
 
 import jaxserve.pallas_kernels.paged_attention as package
 from jaxserve.pallas_kernels import fallback
@@ -71,16 +71,6 @@ def run(q, kv, batch, options, implementation):
         attention = functools.partial(paged_attention, **options, return_lse=True, implementation=implementation)
         out, lse = jax.jit(attention)(q, kv, jnp.int32(LAYER), batch)
     return np.asarray(out, np.float32), np.asarray(lse)
-
-
-def error(got, expected, batch, dtype) -> float:
-    """The largest error of any row in units of its bound: epsilon x sqrt(length of its sums) x the output's scale.
-
-    A row's sums run over head_dim in the scores and over the positions it sees in the output.
-    """
-    positions = np.array([p for _, p in reference.query_positions(batch, len(got))])
-    bound = float(jnp.finfo(dtype).eps) * np.sqrt(positions + 1 + got.shape[-1]) * np.abs(expected).max()
-    return float((np.abs(got - expected).max(axis=(1, 2)) / bound).max())
 
 
 def all_cases():
