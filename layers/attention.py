@@ -1,6 +1,7 @@
 """Attention of one layer over both regions of a step: rotate, write keys and values, then read the pages."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,10 +40,16 @@ def prepare_batch(
 ) -> StepBatch:
     """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here."""
     cut = batch.num_decode_rows
-    options = {"num_heads": spec.num_heads, "head_dim": 2 * len(spec.frequencies)}
-    options |= {"sliding_window": spec.sliding_window, "implementation": implementation}
+    prepare_region = functools.partial(
+        prepare,
+        kv=kv,
+        num_heads=spec.num_heads,
+        head_dim=2 * len(spec.frequencies),
+        sliding_window=spec.sliding_window,
+        implementation=implementation,
+    )
     decode, prefill = (
-        None if region is None else prepare(_simplest(region, spec), kv, num_rows=num_rows, **options)
+        None if region is None else prepare_region(_simplest(region, spec), num_rows=num_rows)
         for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))
     )
     turn = rotation(batch.positions, spec.frequencies)

@@ -25,14 +25,8 @@ from jaxserve.pallas_kernels.paged_attention import (
 )
 from jaxserve.pallas_kernels.paged_attention.types import FP8, KVCache
 
-FAST_CASES = (
-    "empty_sequence_between",
-    "decode_head_dim_256",
-    "prefill_chunks",
-    "decode_32_8_128",
-    "prefill_many_short",
-)
-FAST_FP8_CASES = ("decode_page_64", "prefill_window")
+FAST_CASES = ("empty_sequence_between", "decode_head_dim_256", "prefill_chunks")
+FAST_FP8_CASES = ("decode_page_64",)
 INTERPRETERS = {
     mode: pltpu.InterpretParams(detect_races=True, vector_clock_size=64, dma_execution_mode=mode)
     for mode in ("eager", "on_wait")
@@ -51,7 +45,8 @@ def fitted(case: Case, dtype) -> Case:
 
 
 def as_on_tpu(kv: KVCache) -> KVCache:
-    shape = (*kv.k.shape[:3], *position_shape(*kv.k.shape[3:], "tpu"))
+    K, H = kv.k.shape[3:]
+    shape = (*kv.k.shape[:3], *position_shape(K, H, "tpu"))
     return dataclasses.replace(kv, k=kv.k.reshape(shape), v=kv.v.reshape(shape))
 
 
@@ -121,8 +116,9 @@ def check(case: Case, dtype, interpret) -> None:
 @pytest.mark.usefixtures("short_blocks")
 def test_a_missing_wait_is_found_by_either_interpreter(monkeypatch):
     monkeypatch.setattr(mosaic_tpu_kernel, "wait", lambda copy: None)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
-        check(SMALL[0], jnp.bfloat16, INTERPRETERS["eager"])
+    if jax.__version_info__ >= (0, 12):  # before, a race is printed only
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+            check(SMALL[0], jnp.bfloat16, INTERPRETERS["eager"])
     pltpu.reset_tpu_interpret_mode_state()
     with pytest.raises(AssertionError):
         check(SMALL[0], jnp.bfloat16, INTERPRETERS["on_wait"])
@@ -130,8 +126,14 @@ def test_a_missing_wait_is_found_by_either_interpreter(monkeypatch):
 
 
 @pytest.mark.usefixtures("short_blocks")
-@pytest.mark.parametrize("name", ["decode", "prefill"])
-@pytest.mark.parametrize("wrong", ["page", "length", "scale"])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        pytest.param(name, wrong, marks=[] if (name, wrong) == ("decode", "page") else [pytest.mark.full])
+        for name in ("decode", "prefill")
+        for wrong in ("page", "length", "scale")
+    ],
+)
 def test_a_plausible_wrong_answer_is_out_of_bounds(name, wrong):
     case = next(case for case in SMALL if case.name == name)
     q, kv, batch = inputs(case, jnp.bfloat16, unused=1.0)
@@ -148,6 +150,7 @@ def test_a_plausible_wrong_answer_is_out_of_bounds(name, wrong):
     assert not error(out, expected, batch, jnp.bfloat16) < 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_blocks")
 @pytest.mark.parametrize("q_lens", [None, (0, 0)], ids=["decode", "prefill"])
 def test_padding_alone_comes_out_as_zeros(q_lens):
@@ -157,6 +160,7 @@ def test_padding_alone_comes_out_as_zeros(q_lens):
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_blocks")
 def test_pages_before_the_window_are_not_read():
     case = Case(name="far_window", kv_lens=(300, 200), sliding_window=40, heads=(4, 2, 128))
@@ -168,6 +172,7 @@ def test_pages_before_the_window_are_not_read():
     assert error(out, expected, batch, jnp.bfloat16) < 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_blocks")
 def test_what_is_not_a_number_in_one_sequence_stays_there():
     case = SMALL[2]
@@ -176,11 +181,13 @@ def test_what_is_not_a_number_in_one_sequence_stays_there():
     kv = dataclasses.replace(kv, v=kv.v.at[LAYER, int(batch.page_table[0, 0]), 0].set(jnp.inf))
     out, _ = run(q, kv, batch, case.options)
     sequences = np.array([s for s, _ in reference.query_positions(batch, len(out))])
+    assert batch.cu_q_lens is not None
     real = np.arange(len(out)) < int(batch.cu_q_lens[-1])
     assert not np.isfinite(out[(sequences == 0) & real]).all()
     np.testing.assert_array_equal(out[sequences != 0], expected[sequences != 0])
 
 
+@pytest.mark.full
 def test_a_plan_made_once_a_step_is_the_one_made_on_the_spot():
     for case in (SMALL[0], SMALL[3]):
         q, kv, batch = inputs(case, jnp.bfloat16)
