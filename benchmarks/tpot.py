@@ -222,12 +222,14 @@ def main() -> None:
     print({name: round(value, 2) for name, value in llm.get_metrics().items() if "start_" in name}, flush=True)
     start = against(shape.start, lower_is_better=True)
     rows = [*card, Row(name=f"start{shape.suffix}", value=started, unit="s", lower_is_better=True, **start)]
-    with llm:
-        for case in shape.cases:
-            if not options.only or f"{case.batch}x{case.context}" in options.only:
-                rows += measure(llm, case, shape)
-                print(*(f"{row.name} {row.value:.4g} {row.unit} ({row.met})" for row in rows[-3:]), flush=True)
-    report(rows, save=options.save and options.save / f"tpot{shape.suffix}.jsonl")
+    try:
+        with llm:
+            for case in shape.cases:
+                if not options.only or f"{case.batch}x{case.context}" in options.only:
+                    rows += measure(llm, case, shape)
+                    print(*(f"{row.name} {row.value:.4g} {row.unit} ({row.met})" for row in rows[-3:]), flush=True)
+    finally:  # an interrupt leaves what is measured
+        report(rows, save=options.save and options.save / f"tpot{shape.suffix}.jsonl")
 
 
 if __name__ == "__main__":
