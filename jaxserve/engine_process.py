@@ -178,7 +178,10 @@ class EngineProcess:
         try:
             message = self.receive()
         except EngineDeadError as error:
+            ended_well = self._process.exitcode == 0  # the process of another process than 0: see multi_process.py
             self.close()
+            if ended_well:
+                raise SystemExit(0) from None
             hint = 'see its stderr; a script must guard its calls by `if __name__ == "__main__":`'
             raise EngineDeadError(f"the engine could not start: {error} ({hint})") from error
         except BaseException:  # KeyboardInterrupt: a load can be long

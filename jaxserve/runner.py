@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import Array
 
@@ -27,10 +28,11 @@ from jaxserve.layers.kv_cache import KVCache, init_kv_cache
 from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures, init_sampling, init_sequences
 from jaxserve.models.base import Model
+from jaxserve.multi_process import Leader, on_all_processes
 from jaxserve.programs import Compiler, Programs
-from jaxserve.scheduler.plan import Cohort, StepPlan
+from jaxserve.scheduler.plan import Cohort, StepPlan, StepResult
 from jaxserve.scheduler.request import Request
-from jaxserve.sharding.mesh import on_ranks, replicated
+from jaxserve.sharding.mesh import on_ranks, put, replicated
 from jaxserve.sharding.rules import kv_specs
 from jaxserve.slots import EDITS, LOGPROBS, RANDOM, edit_row, feature_flags, fill_slot_row
 from jaxserve.step_future import StepFuture
@@ -62,26 +64,39 @@ class Runner:
     """The only owner of device state and the only caller of compiled programs."""
 
     def __init__(
-        self, model: Model, params: dict, config: RunnerConfig, *, kv_dtype: jnp.dtype, num_compile_threads: int = 1
+        self,
+        model: Model,
+        params: dict,
+        config: RunnerConfig,
+        *,
+        kv_dtype: jnp.dtype,
+        num_compile_threads: int = 1,
+        leader: Leader | None = None,
     ):
-        self._model, self._params, self.config = model, params, config
+        self._model, self._params, self.config, self.leader = model, params, config, leader
         self._head = {name: leaf for name, leaf in params.items() if name != "layers"}
+        if leader is not None:
+            leader.hold(self)
         self.kv = _empty_cache(model, config, kv_dtype)
         self._everywhere = replicated(model.mesh)
-        self._sequences = jax.device_put(init_sequences(config.max_num_seqs, config.max_pages), self._everywhere)
-        self._sampling = jax.device_put(init_sampling(config.max_num_seqs, model.config.vocab_size), self._everywhere)
+        self._sequences = put(init_sequences(config.max_num_seqs, config.max_pages), self._everywhere)
+        self._sampling = put(init_sampling(config.max_num_seqs, model.config.vocab_size), self._everywhere)
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
         self._dummy = config.max_num_seqs
         self._spans: set[StepShape] = set()  # asked for
         self._max_spans = MAX_LAYERS_OF_SPANS // model.config.num_layers if jax.default_backend() == "cpu" else 4096
-        self._frontiers: dict[Cohort, Array] = {}  # where the rows of each cohort in flight stand, [T, D]
+        self._frontiers: dict[Cohort, int] = {}  # the step in which the rows of each cohort in flight passed layers
+        self._passed: dict[int, Array] = {}  # where these rows stand, [T, D], by that step
+        self._hidden_rows: Array | None = None  # of the last step, [R, D]
         self.shapes = default_shapes(config)
         self._compiler = Compiler(num_compile_threads, compile_process.compiler)
         self._abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             (self._params, self._head, self.kv, self._sequences, self._sampling),
         )
-        programs = functools.partial(Programs, compiler=self._compiler, compiled=compiled)
+        programs = functools.partial(
+            Programs, compiler=self._compiler, compiled=compiled, announce=self._announce_programs
+        )
         self._forward = programs("forward", self._build_forward)
         self._sample = programs("sample", self._build_sample)
         self._score = programs("score", self._build_score)
@@ -99,19 +114,20 @@ class Runner:
             assert isinstance(request.sampling, CoreRequest)
         self._write_slots(plan.new_slots)
         self._write_tables(plan)
-        shape, forward = self._forward.get(self.shape_of(plan))
-        arguments = (self._params, self.kv, self._sequences, self._pack(plan, shape))
+        shape, _ = self._forward.get(self.shape_of(plan))
         cohort = plan.cohort
-        if cohort is not None and shape.starts_above:
-            arguments += (self._frontiers.pop(cohort),)
-        hidden, prefill_hidden, experts_read, self.kv, self._sequences = forward(*arguments)
+        below = self._frontiers.pop(cohort) if cohort is not None and shape.starts_above else None
+        if self._frontiers:
+            self._frontiers = {other: step for other, step in self._frontiers.items() if other.live()}
+        if cohort is not None and not plan.completes:
+            self._frontiers[cohort] = plan.step
+        targets = self._score_targets(plan, shape)
+        kept = tuple(self._frontiers.values())
+        hidden, scored, experts_read = self._run_forward(
+            shape, plan.step, self._pack(plan, shape), below, kept, targets
+        )
         if experts_read is not None:
             experts_read.copy_to_host_async()
-        if self._frontiers:
-            self._frontiers = {other: rows for other, rows in self._frontiers.items() if other.live()}
-        if cohort is not None and not plan.completes:
-            self._frontiers[cohort] = prefill_hidden
-        scored = self._score_prompts(plan, prefill_hidden)
         return StepFuture(plan, shape, hidden, scored, experts_read)
 
     def sample(self, future: StepFuture, slots: Sequence[int] = (), masks: np.ndarray | None = None) -> None:
@@ -122,9 +138,9 @@ class Runner:
         """
         if masks is not None:
             self._write_masks(slots, masks)
-        hidden, future.hidden = future.hidden, None
-        assert hidden is not None, "the step was sampled before"
-        future.sampled = self._dispatch_sample(future, hidden)
+        assert future.hidden is not None, "the step was sampled before"
+        future.hidden = None
+        future.sampled = self._dispatch_sample(future)
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """The cheapest shape of the default set that holds the plan; with a span, the one that its cohort keeps to."""
@@ -183,7 +199,7 @@ class Runner:
             seq_slots[place], starts[place] = row.slot, row.start
         return ints
 
-    def _dispatch_sample(self, future: StepFuture, hidden: Array) -> Sampled | None:
+    def _dispatch_sample(self, future: StepFuture) -> Sampled | None:
         plan, shape = future.plan, future.shape
         if not plan.decode and not any(row.samples for row in plan.prefill):
             return None
@@ -198,24 +214,24 @@ class Runner:
             edits=bool(flags & EDITS),
             num_logprobs=self.config.max_logprobs if flags & LOGPROBS else None,
         )
-        _, program = self._sample.get(SampleShape(rows=shape.sample_rows, features=features))
-        sampled, self._sequences, self._sampling = program(self._head, hidden, rows, self._sequences, self._sampling)
+        key, _ = self._sample.get(SampleShape(rows=shape.sample_rows, features=features))
+        sampled = self._run_sample(key, rows)
         for field in sampled:
             if field is not None:
                 field.copy_to_host_async()
         return sampled
 
-    def _score_prompts(self, plan: StepPlan, hidden: Array) -> Sampled | None:
+    def _score_targets(self, plan: StepPlan, shape: StepShape) -> np.ndarray | None:
+        """The next token of each prefill row, where logprobs of prompts were asked for."""
         if not plan.completes or all(row.request.sampling.params.prompt_logprobs is None for row in plan.prefill):
             return None
-        targets = np.zeros(hidden.shape[0], np.int32)
+        targets = np.zeros(shape.prefill_tokens, np.int32)
         for row, (_, offset) in zip(plan.prefill, plan.places(), strict=True):
             prompt = row.request.prompt_token_ids
             following = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             targets[offset : offset + len(following)] = following
-        key, program = self._score.get(Rows(next(t for t in self.config.prefill_tokens if t >= hidden.shape[0])))
-        missing = key.count - hidden.shape[0]  # where only a larger program is ready
-        return program(self._head, jnp.pad(hidden, ((0, missing), (0, 0))), np.pad(targets, (0, missing)))
+        key, _ = self._score.get(Rows(next(t for t in self.config.prefill_tokens if t >= len(targets))))
+        return np.pad(targets, (0, key.count - len(targets)))  # where only a larger program is ready
 
     # Slot state
 
@@ -228,34 +244,108 @@ class Runner:
             for i, request in enumerate(some):
                 fill_slot_row(ints[i], floats[i], request)
                 self._flags[request.slot] = feature_flags(request)
-            _, program = self._start_slots.get(Rows(SLOTS_A_CALL))
-            self._sequences, self._sampling = program(self._sequences, self._sampling, ints, floats)
+            self._start_slots.get(Rows(SLOTS_A_CALL))
+            self._run_start_slots(ints, floats)
             for request in some:
                 if self._flags[request.slot] & EDITS:
+                    self._start_edits.get(Rows(1))
                     row = edit_row(request, self._model.config.vocab_size)
-                    _, program = self._start_edits.get(Rows(1))
-                    self._sampling = program(self._sampling, np.int32(request.slot), row)
+                    self._run_start_edits(request.slot, jax.tree.leaves(row))
 
     def _write_tables(self, plan: StepPlan) -> None:
         updates = plan.page_updates
         while updates:
             size = next((n for n in UPDATES_A_CALL if n >= len(updates)), UPDATES_A_CALL[-1])
-            key, program = self._update_tables.get(Rows(size))
+            key, _ = self._update_tables.get(Rows(size))
             now, updates = updates[:size], updates[size:]
             rows = np.zeros((key.count, 3), np.int32)
             rows[:, 0] = self._dummy
             rows[: len(now)] = np.asarray(now)
-            self._sequences = program(self._sequences, rows)
+            self._run_update_tables(rows)
 
     def _write_masks(self, slots: Sequence[int], masks: np.ndarray) -> None:
         while len(slots):
             size = next((n for n in MASKS_A_CALL if n >= len(slots)), MASKS_A_CALL[-1])
-            key, program = self._update_masks.get(Rows(size))
+            key, _ = self._update_masks.get(Rows(size))
             rows, allowed = np.full(key.count, self._dummy, np.int32), np.zeros((key.count, masks.shape[1]), np.uint32)
             now = len(slots[:size])
             rows[:now], allowed[:now] = slots[:size], masks[:size]
-            self._sampling = program(self._sampling, rows, allowed)
+            self._run_update_masks(rows, allowed)
             slots, masks = slots[size:], masks[size:]
+
+    # Calls of programs, which all processes run alike. Whoever calls has seen to it that the program is there
+
+    @on_all_processes
+    def _run_forward(
+        self,
+        shape: StepShape,
+        step: int,
+        ints: np.ndarray,
+        below: int | None,
+        kept: tuple[int, ...],
+        targets: np.ndarray | None,
+    ) -> tuple[Array, Sampled | None, Array | None]:
+        """Hidden rows to sample from, logprobs of `targets`, and the number of experts read.
+
+        Args:
+            below: the step that the prefill rows come from, where they start above the first layer; None = made up.
+            kept: those steps whose prefill rows are to stay, this one perhaps among them.
+        """
+        arguments = (self._params, self.kv, self._sequences, ints)
+        if shape.starts_above:
+            rows = self._hidden(shape.prefill_tokens)
+            arguments += (jnp.zeros_like(rows) if below is None else self._passed.pop(below),)
+        hidden, prefill_hidden, experts_read, self.kv, self._sequences = self._forward.exact(shape)(*arguments)
+        passed = {**self._passed, step: prefill_hidden}
+        self._passed, self._hidden_rows = {kept_step: passed[kept_step] for kept_step in kept}, hidden
+        scored = None
+        if targets is not None:
+            padded = jnp.pad(prefill_hidden, ((0, len(targets) - len(prefill_hidden)), (0, 0)))
+            scored = self._score.exact(Rows(len(targets)))(self._head, padded, targets)
+        return hidden, scored, experts_read
+
+    @on_all_processes
+    def _run_sample(self, key: SampleShape, rows: np.ndarray) -> Sampled:
+        program, hidden, self._hidden_rows = self._sample.exact(key), self._hidden_rows, None
+        sampled, self._sequences, self._sampling = program(self._head, hidden, rows, self._sequences, self._sampling)
+        return sampled
+
+    @on_all_processes
+    def _run_update_tables(self, rows: np.ndarray) -> None:
+        self._sequences = self._update_tables.exact(Rows(len(rows)))(self._sequences, rows)
+
+    @on_all_processes
+    def _run_start_slots(self, ints: np.ndarray, floats: np.ndarray) -> None:
+        program = self._start_slots.exact(Rows(len(ints)))
+        self._sequences, self._sampling = program(self._sequences, self._sampling, ints, floats)
+
+    @on_all_processes
+    def _run_start_edits(self, slot: int, leaves: list[np.ndarray]) -> None:
+        row = jax.tree.unflatten(jax.tree.structure(self._sampling.edits), leaves)
+        self._sampling = self._start_edits.exact(Rows(1))(self._sampling, np.int32(slot), row)
+
+    @on_all_processes
+    def _run_update_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        self._sampling = self._update_masks.exact(Rows(len(slots)))(self._sampling, slots, masks)
+
+    @on_all_processes
+    def _prepare(self, name: str, keys: bytes) -> None:
+        """Others than process 0 compile these programs too."""
+        if self.leader is None:
+            table = next(table for table in self._tables if table.name == name)
+            kind: Any = {"forward": StepShape, "sample": SampleShape}.get(name, Rows)
+            table.request(msgspec.convert(msgspec.msgpack.decode(keys), list[kind]))
+
+    def _announce_programs(self, name: str, keys: list) -> None:
+        if self.leader is not None:
+            self._prepare(name, msgspec.msgpack.encode(keys))
+
+    def result(self, future: StepFuture) -> StepResult:
+        """Of a step that was sampled; waits for the device."""
+        if self.leader is None:
+            return future.result()
+        arrays = [*(future.sampled or ()), *(future.scored or ()), future.experts_read]
+        return self.leader.read(arrays, future.result)
 
     # Programs
 
@@ -320,17 +410,16 @@ class Runner:
         ints[b : b + t] = np.random.default_rng(0).integers(0, self.vocab_size, t)
         ints[b + t + s :] = 0
         ints[b + t + 2 * s :] = np.arange(s + 1) * (t // max(s, 1))
-        _, forward = self._forward.get(shape)
-        _, draw = self._sample.get(SampleShape(rows=shape.sample_rows, features=SamplingFeatures(random=True)))
+        self._forward.get(shape)
+        key, _ = self._sample.get(SampleShape(rows=shape.sample_rows, features=SamplingFeatures(random=True)))
         rows = np.full(shape.sample_rows, self._dummy, np.int32)
-        arguments = (self._params, self.kv, self._sequences, ints)
-        if shape.starts_above:
-            frontier = self._hidden(t)
-            arguments += (jnp.zeros(frontier.shape, frontier.dtype),)
         start = time.perf_counter()
-        hidden, _, _, self.kv, self._sequences = forward(*arguments)
-        sampled, self._sequences, self._sampling = draw(self._head, hidden, rows, self._sequences, self._sampling)
-        jax.block_until_ready(sampled.token_ids)
+        self._run_forward(shape, -1, ints, None, (), None)
+        token_ids = self._run_sample(key, rows).token_ids
+        if self.leader is None:
+            jax.block_until_ready(token_ids)
+        else:
+            self.leader.read([token_ids], lambda: None)
         return time.perf_counter() - start
 
     def wait_for_programs(self) -> None:
@@ -374,8 +463,12 @@ class Runner:
 
     def close(self) -> None:
         """Ends compiles and lets go of weights, cache and programs: another engine may need the memory."""
+        if self.leader is not None:
+            self.leader.close()
+            if self.leader.has_lost:  # what waits for the dead cannot be freed
+                return
         self._compiler.close()
-        self._params, self._head, self.kv, self._frontiers = {}, {}, {}, {}
+        self._params, self._head, self.kv, self._frontiers, self._passed = {}, {}, {}, {}, {}
         for state in jax.tree.leaves((self._sequences, self._sampling)):
             state.delete()
         for table in self._tables:
