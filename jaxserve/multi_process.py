@@ -10,6 +10,7 @@ Processes meet through `jax.distributed`; then they talk over TCP (peers.py), si
 wait for their devices.
 """
 
+import contextlib
 import functools
 import json
 import queue
@@ -230,10 +231,9 @@ class Follower:
 
     def _next(self) -> Terms | Message:
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=0.1)
-            except queue.Empty:
-                self._death.check()
+            self._death.check()
 
     def close(self, reason: str = "") -> None:
         """Leaves process 0, which cannot go on then. It hears the reason."""

@@ -1,0 +1,171 @@
+"""Two processes of four CPU devices each are one engine, and end together."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from meshes import EDITED, GREEDY, MODELS, SEEDED, folder_of, start, tokens
+
+from jaxserve.config import EngineConfig
+from jaxserve.exceptions import ParameterError
+
+HERE = Path(__file__).parent
+TOO_LONG_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return folder_of(MODELS["dense"], tmp_path_factory.mktemp("models") / "dense")
+
+
+class Pair:
+    """Process 0 and process 1. Both are killed when they take too long, and then there is nothing more to hear."""
+
+    def __init__(self, model: str, *options: dict):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+        answers, out = os.pipe()
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, HERE / "one_of_several.py", str(i), port, str(out), model, json.dumps(options[-i])],
+                env=os.environ | {"PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # gloo's
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=(out,),
+            )
+            for i in (0, 1)
+        ]
+        os.close(out)
+        self._answers = os.fdopen(answers)
+        self._watch = threading.Timer(TOO_LONG_S, self.kill)
+        self._watch.start()
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+
+    def hear(self) -> str:
+        return self._answers.readline().strip()
+
+    def ask(self, params: str) -> str:
+        assert self.processes[0].stdin is not None
+        print(params, file=self.processes[0].stdin, flush=True)
+        return self.hear()
+
+    def end_of(self, i: int) -> tuple[int, str]:
+        """Exit code and stderr of a process, when it has ended."""
+        _, err = self.processes[i].communicate()
+        return self.processes[i].returncode, err
+
+    def close(self):
+        self._watch.cancel()
+        self.kill()
+        for process in self.processes:
+            process.communicate()
+        self._answers.close()
+
+
+@pytest.fixture
+def pair_of(model):
+    pairs = []
+
+    def of(*options: dict) -> Pair:
+        pairs.append(Pair(model, *(options or ({},))))
+        return pairs[-1]
+
+    yield of
+    for pair in pairs:
+        pair.close()
+
+
+def test_tokens_are_those_of_one_device_and_a_silent_process_ends_the_engine(pair_of, model):
+    pair = pair_of()
+    llm = start(model)
+    assert pair.hear() == "ready"
+    for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
+        assert json.loads(pair.ask(name)) == tokens(llm, params)
+    llm.close()
+    os.kill(pair.processes[1].pid, signal.SIGSTOP)  # it neither answers nor ends: a hang, or a lost network
+    assert pair.ask("greedy") == "process 1 has been silent for 4 s"
+    code, err = pair.end_of(0)
+    assert code != 0
+    assert "EngineDeadError: process 1 has been silent for 4 s" in err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options", [{"prefill": "layered", "warm_up": "blocking"}, {"async_scheduling": False, "num_pages": 42}], ids=str
+)
+def test_several_processes_compose_with(pair_of, model, options):
+    pair = pair_of(options)
+    llm = start(model)
+    assert pair.hear() == "ready"
+    for name, params in (("greedy", GREEDY), ("edited", EDITED), ("greedy", GREEDY)):
+        assert json.loads(pair.ask(name)) == tokens(llm, params)
+    llm.close()
+    assert pair.end_of(0)[0] == 0, "process 0 ends with its input"
+    assert pair.end_of(1)[0] == 0
+
+
+@pytest.mark.full
+def test_a_killed_process_ends_the_engine_with_its_name(pair_of):
+    pair = pair_of()
+    assert pair.hear() == "ready"
+    pair.processes[1].kill()
+    assert pair.ask("greedy").startswith("process 1 is gone: ")
+    assert pair.end_of(0)[0] != 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGKILL, "is gone: "), (signal.SIGSTOP, "has been silent for 4 s")]
+)
+def test_the_end_of_process_0_ends_the_others(pair_of, number, told):
+    pair = pair_of()
+    assert pair.hear() == "ready"
+    os.kill(pair.processes[0].pid, number)
+    code, err = pair.end_of(1)
+    assert code != 0
+    assert f"jaxserve: process 0 {told}" in err
+
+
+@pytest.mark.full
+def test_processes_that_were_started_otherwise_are_told_how(pair_of):
+    pair = pair_of({}, {"seed": 5})
+    code, err = pair.end_of(1)
+    assert code != 0
+    assert "ValueError: all processes must be started alike, but on this one seed is 5, not 0" in err
+    code, err = pair.end_of(0)
+    assert code != 0
+    assert "process 1 has ended: ValueError: all processes must be started alike" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"coordinator_address": "here"},
+            "coordinator_address must be None, auto, or host:port of process 0, got 'here'",
+        ),
+        ({"coordinator_address": "a:1"}, "coordinator_address must be given with num_processes and process_id"),
+        ({"num_processes": 2}, "num_processes must be left out without a coordinator_address host:port, got 2"),
+        (
+            {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},
+            "process_id must be None or at most 1, got 2",
+        ),
+    ],
+    ids=str,
+)
+def test_places_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ParameterError, match=message):
+        EngineConfig.of("model", **options)
