@@ -6,13 +6,19 @@ that return at once. Reported for short and long contexts, since host time must 
     schedule + build   Scheduler.schedule, and Runner.dispatch and sample, which pack the plan
     commit + outputs   the rest of the step: reading the tokens, the commit, detokenising, a DELTA output a sequence
 
-The layered case has prompts of 8,192 tokens besides, which pass 48 layers in 16 groups, with more of them waiting.
+The layered case has prompts of 8,192 tokens besides, which pass 48 layers in 16 groups, with more of them waiting. In
+the cases "told" 1 or 15 other processes are told of each step over loopback (`jaxserve.multi_process`).
 
     python -m benchmarks.host_overhead
 """
 
+import concurrent.futures
+import socket
 import statistics
+import subprocess
+import sys
 import time
+import types
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +28,7 @@ from jaxserve.config import RunnerConfig
 from jaxserve.core_types import CoreRequest
 from jaxserve.engine_core import EngineCore
 from jaxserve.layers.sampler import Sampled
+from jaxserve.multi_process import Follower, Leader
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.runner import Runner, default_shapes
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
@@ -36,6 +43,9 @@ class HostArray(np.ndarray):
     def copy_to_host_async(self) -> None:
         pass
 
+    def is_ready(self) -> bool:
+        return True
+
 
 class NullPrograms:
     """Compiled programs that cover every key and do nothing."""
@@ -46,6 +56,9 @@ class NullPrograms:
     def get(self, key):
         return key, self._function
 
+    def exact(self, key):
+        return self._function
+
 
 class NullRunner(Runner):
     """A runner without device: packs plans as ever, and samples token 65 + slot % 26."""
@@ -53,8 +66,9 @@ class NullRunner(Runner):
     num_layers = 48
     expert_bytes = 0
 
-    def __init__(self, config: RunnerConfig):
+    def __init__(self, config: RunnerConfig, leader: Leader | None):
         self.config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
+        self.leader, self._passed = leader, {}
         self.shapes = default_shapes(config)
         self.kv, self._sequences, self._sampling = {}, None, None
         self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
@@ -86,14 +100,35 @@ class Stopwatch:
         return wrapped
 
 
-def measure(context_len: int) -> tuple[float, float]:
+def measure(context_len: int, leader: Leader | None = None) -> tuple[float, float]:
     """Median milliseconds of (schedule + build, commit + outputs) at `context_len` tokens a sequence."""
     max_model_len = context_len + NUM_STEPS + 8
     scheduler_config = SchedulerConfig(
         max_num_seqs=NUM_SEQS, max_num_batched_tokens=64 * context_len, max_model_len=max_model_len
     )
     sequences = [core_request(i, [i] * context_len, NUM_STEPS + 4) for i in range(NUM_SEQS)]
-    return timed(scheduler_config, sequences, lambda plan: len(plan.decode) == NUM_SEQS)
+    return timed(scheduler_config, sequences, lambda plan: len(plan.decode) == NUM_SEQS, leader)
+
+
+def measure_told(num_processes: int) -> tuple[float, float]:
+    """As `measure`, where that many other processes, here over loopback, are told of each step."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"from benchmarks.host_overhead import follow; follow({port}, {num_processes})"
+        others = subprocess.Popen([sys.executable, "-c", code])
+        leader = Leader({i + 1: server.accept()[0] for i in range(num_processes)})
+    found = measure(128, leader)
+    leader.close()
+    others.wait()
+    return found
+
+
+def follow(port: int, num_processes: int) -> None:
+    """As so many processes whose device does nothing, until process 0 ends."""
+    target = types.SimpleNamespace(**dict.fromkeys(dir(Runner), lambda *_: None))
+    followers = [Follower(socket.create_connection(("127.0.0.1", port))) for _ in range(num_processes)]
+    with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
+        list(pool.map(lambda follower: (follower.follow(target), follower.close()), followers))
 
 
 def measure_layered(num_prompts: int = 24, prompt_len: int = 8192) -> tuple[float, float]:
@@ -117,7 +152,12 @@ def core_request(seq_id: int, prompt: list[int], num_tokens: int) -> CoreRequest
     return CoreRequest(seq_id=seq_id, prompt_token_ids=prompt, params=params, eos_token_ids=[])
 
 
-def timed(config: SchedulerConfig, requests: list[CoreRequest], counts: Callable[[StepPlan], bool]):
+def timed(
+    config: SchedulerConfig,
+    requests: list[CoreRequest],
+    counts: Callable[[StepPlan], bool],
+    leader: Leader | None = None,
+):
     """Median milliseconds of (schedule + build, commit + outputs) of the steps that count, and have all sequences."""
     lens = [len(request.prompt_token_ids) + (request.params.max_tokens or 0) for request in requests]
     pages = sum(-(-length // PAGE_SIZE) for length in lens) + 1
@@ -131,7 +171,7 @@ def timed(config: SchedulerConfig, requests: list[CoreRequest], counts: Callable
         mixed_decode_rows=tuple(sorted({min(rows, config.max_num_seqs) for rows in (16, 64, 256)})),
         prefill_tokens=(config.max_num_batched_tokens,),
     )
-    runner = NullRunner(runner_config)
+    runner = NullRunner(runner_config, leader)
     prefill = prefill_policy(config, runner.num_layers, runner.span_rows)
     scheduler = Scheduler(config, PagePool(num_pages=pages, page_size=PAGE_SIZE), prefill=prefill)
     core, outputs = EngineCore(scheduler, runner), OutputProcessor(open_tokenizer("smollm2-135m", revision=None))
@@ -160,6 +200,8 @@ def main() -> None:
         ("128", measure(128)),
         ("32768", measure(32768)),
         ("layered", measure_layered()),
+        ("told_1", measure_told(1)),
+        ("told_15", measure_told(15)),
     ):
         for name, value, target in (
             ("schedule", build_ms, SCHEDULE_TARGET_MS),

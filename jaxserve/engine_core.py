@@ -73,6 +73,8 @@ class EngineCore:
         if leader is not None:
             leader.agree(config, loaded.model, runner_config)
         runner = make_runner(config, loaded, runner_config, leader)
+        if leader is not None:
+            leader.wait()
         prefill = prefill_policy(scheduler_config, runner.num_layers, runner.span_rows)
         pool = PagePool(runner_config.num_pages, runner_config.page_size, runner_config.kv_parallel_size)
         scheduler = Scheduler(
@@ -162,6 +164,8 @@ class EngineCore:
         """
         self._check_alive()
         try:
+            if self.runner.leader is not None:
+                self.runner.leader.check()
             outputs = self._read(down_to=self._depth)  # what an interrupted step left
             outputs += self._release_held()
             now = time.monotonic()
@@ -256,8 +260,12 @@ class EngineCore:
             raise EngineDeadError(self._cause_of_death)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do, reading the last step's result included."""
-        return bool(self._in_flight) or self.scheduler.has_unfinished()
+        """Whether `step` has anything left to do: reading the last step's result too, and telling of a death."""
+        return bool(self._in_flight) or self.scheduler.has_unfinished() or self._lost()
+
+    def _lost(self) -> bool:
+        leader = self.runner.leader
+        return leader is not None and leader.has_lost and self._cause_of_death is None
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached pages; False (and nothing done) while requests hold pages."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+IDLE_LOOK_S = 1.0  # between two looks of an idle child at what else may have ended its engine
 EXIT_GRACE_S = 5.0  # after the pipe's end: time for a clean exit before the process is cut off (a long compile)
 
 
@@ -111,7 +112,11 @@ def _loop(core: Core, inbox: Inbox, send: Callable[[FromEngine], None]) -> None:
         reply = FromEngine(rejections=[], answers=[])
         idle = not core.has_unfinished()
         while idle or not inbox.empty():
-            message = inbox.get()  # sleeps when idle
+            try:
+                message = inbox.get(timeout=IDLE_LOOK_S)  # sleeps when idle
+            except queue.Empty:
+                idle = not core.has_unfinished()
+                continue
             if message is None:
                 return
             if isinstance(message, Exception):

@@ -16,6 +16,7 @@ import json
 import queue
 import secrets
 import socket
+import threading
 import time
 import typing
 from collections.abc import Callable, Iterable
@@ -34,6 +35,7 @@ from jaxserve.peers import TOKEN_BYTES, Death, Heart, Peer, accept, connect
 CLOSE_S = 10.0  # for the other processes to end with process 0
 POLL_S = 5e-5  # between two looks at results that are on their way
 NOTE_BYTES = 512
+READY = b"\0"
 
 # What the methods under `on_all_processes` take, by name
 _TAKES: dict[str, msgspec.msgpack.Decoder] = {}
@@ -46,8 +48,8 @@ def on_all_processes[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     """
     hints = typing.get_type_hints(method)
     hints.pop("return", None)
-    kinds: Any = tuple(hints.values())
-    _TAKES[method.__name__] = msgspec.msgpack.Decoder(tuple[kinds], dec_hook=_array_from)
+    arguments: Any = tuple.__class_getitem__(tuple(hints.values()))
+    _TAKES[method.__name__] = msgspec.msgpack.Decoder(arguments, dec_hook=_array_from)
 
     @functools.wraps(method)
     def run(self, *arguments):
@@ -103,7 +105,7 @@ class Leader:
     """Process 0's hold on the others."""
 
     def __init__(self, connections: dict[int, socket.socket]):
-        self._death, self._last_words = Death(), {}
+        self._death, self._ready = Death(), threading.Semaphore(0)
         self._peers = [
             Peer(f"process {i}", connection, functools.partial(self._hear, i), self._death)
             for i, connection in sorted(connections.items())
@@ -114,12 +116,21 @@ class Leader:
         self._closed = False
 
     def _hear(self, process: int, message: bytes) -> None:
-        """A follower says one thing: why it ends."""
-        self._death.report(f"process {process} has ended: {message.decode(errors='replace')}")
+        """A follower says that it is ready, and why it ends."""
+        if message == READY:
+            self._ready.release()
+        else:
+            self._death.report(f"process {process} has ended: {message.decode(errors='replace')}")
 
     def agree(self, config: EngineConfig, model: Any, runner: RunnerConfig) -> None:
         """Tells the others the sizes to take, and by what they can see that they were started alike."""
         self._send(_ENCODE(Terms(described(config, model), runner)))
+
+    def wait(self) -> None:
+        """Until all others have their model and their runner. Raises EngineDeadError when one has died."""
+        for _ in self._peers:
+            while not self._ready.acquire(timeout=0.1):
+                self._death.check()
 
     def tell(self, method: str, arguments: tuple) -> None:
         """Raises EngineDeadError when a process has died."""
@@ -133,6 +144,10 @@ class Leader:
     def hold(self, runner: object) -> None:
         """Once a process has died, nothing of the runner is freed any more."""
         self._death.mourners.append(runner)
+
+    def check(self) -> None:
+        """Raises EngineDeadError when a process has died."""
+        self._death.check()
 
     @property
     def has_lost(self) -> bool:
@@ -209,6 +224,7 @@ class Follower:
             EngineDeadError: a process has died, or cannot be reached.
         """
         self._death.mourners.append(target)
+        self._peer.send(READY)
         while True:
             message = self._next()
             assert isinstance(message, Message)
