@@ -159,6 +159,7 @@ class EngineProcess:
 
     Raises:
         EngineDeadError: the child ended before its model was loaded; the message says why.
+        SystemExit: the child followed process 0 of several, which has ended.
     """
 
     def __init__(self, factory: CoreFactory, config: Any):
@@ -183,7 +184,7 @@ class EngineProcess:
         try:
             message = self.receive()
         except EngineDeadError as error:
-            ended_well = self._process.exitcode == 0  # the process of another process than 0: see multi_process.py
+            ended_well = self._process.exitcode == 0  # a follower: see multi_process.py
             self.close()
             if ended_well:
                 raise SystemExit(0) from None

@@ -92,6 +92,8 @@ class Terms(msgspec.Struct, array_like=True, tag=True):
     runner: RunnerConfig
 
 
+_met: list[bool] = []  # in this process
+
 _DECODE = msgspec.msgpack.Decoder(Terms | Message).decode
 
 
@@ -265,6 +267,7 @@ def join(options: ParallelOptions) -> Leader | Follower | None:
 
     Raises:
         EngineDeadError: not all have come.
+        ValueError: an engine of several processes was here before: the others have ended with it.
     """
     address = options.coordinator_address
     if address is not None and not jax.distributed.is_initialized():
@@ -275,6 +278,9 @@ def join(options: ParallelOptions) -> Leader | Follower | None:
             jax.distributed.initialize(address, options.num_processes, options.process_id)
     if jax.process_count() == 1:
         return None
+    if _met:
+        raise ValueError("several processes make one engine once; start them all again for another one")
+    _met.append(True)
     try:
         return _meet(address)
     except jax.errors.JaxRuntimeError as error:

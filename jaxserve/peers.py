@@ -25,7 +25,7 @@ HEARTBEAT_S = 1.0
 SILENCE_S = 20.0  # of a process that sends no heartbeats, or takes no messages
 START_S = 60.0  # for all processes to connect, once all have met
 GRACE_S = 10.0  # from a death, or from the end after one, until this process is cut off
-MAX_BYTES = 1 << 30  # of a message
+MAX_BYTES = 1 << 28  # of a message
 TOKEN_BYTES = 32
 
 

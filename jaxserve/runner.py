@@ -292,9 +292,10 @@ class Runner:
             kept: those steps whose prefill rows are to stay, this one perhaps among them.
         """
         arguments = (self._params, self.kv, self._sequences, ints)
-        if shape.starts_above:
-            rows = self._hidden(shape.prefill_tokens)
-            arguments += (jnp.zeros_like(rows) if below is None else self._passed.pop(below),)
+        if below is not None:
+            arguments += (self._passed.pop(below),)
+        elif shape.starts_above:
+            arguments += (jnp.zeros_like(self._hidden(shape.prefill_tokens)),)
         hidden, prefill_hidden, experts_read, self.kv, self._sequences = self._forward.exact(shape)(*arguments)
         passed = {**self._passed, step: prefill_hidden}
         self._passed, self._hidden_rows = {kept_step: passed[kept_step] for kept_step in kept}, hidden

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -9,9 +11,11 @@ import sys
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 from meshes import EDITED, GREEDY, MODELS, SEEDED, folder_of, start, tokens
 
+from jaxserve import LLM, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.exceptions import ParameterError
 
@@ -142,12 +146,44 @@ def test_the_end_of_process_0_ends_the_others(pair_of, number, told):
 @pytest.mark.full
 def test_processes_that_were_started_otherwise_are_told_how(pair_of):
     pair = pair_of({}, {"seed": 5})
+    assert pair.hear() == ""
     code, err = pair.end_of(1)
     assert code != 0
     assert "ValueError: all processes must be started alike, but on this one seed is 5, not 0" in err
     code, err = pair.end_of(0)
     assert code != 0
     assert "process 1 has ended: ValueError: all processes must be started alike" in err
+
+
+@pytest.mark.full
+def test_the_commands_of_the_documentation_serve_and_end_together(tiny_model):
+    lines = (HERE.parents[1] / "docs" / "mesh.md").read_text(encoding="utf-8").splitlines()
+    commands = [shlex.split(line) for line in lines if "--process-id" in line]
+    with socket.socket() as probe, LLM(tiny_model, dtype="float32", max_model_len=64, warm_up="off") as llm:
+        probe.bind(("127.0.0.1", 0))
+        want = llm.generate("The quick", SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False)[0]
+        places = {"smollm2-135m": tiny_model, "127.0.0.1:9911": f"127.0.0.1:{probe.getsockname()[1]}"}
+    processes = []
+    for variable, _, *arguments in commands:
+        name, _, value = variable.partition("=")
+        given = [places.get(argument, argument) for argument in arguments]
+        small = ["--dtype", "float32", "--max-model-len", "64", "--warm-up", "off", "--port", "0"]
+        command = [sys.executable, "-c", "from jaxserve import cli; cli.main()", *given, *small]
+        environment = os.environ | {name: value, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+    watch = threading.Timer(TOO_LONG_S, lambda: [process.kill() for process in processes])
+    watch.start()
+    said = ""
+    while "\nready\n" not in said and (line := processes[0].stdout.readline()):
+        said += line
+    port = re.search(r"127\.0\.0\.1:(\d+), loading", said)[1]
+    body = {"model": tiny_model, "prompt": "The quick", "temperature": 0, "max_tokens": 9}
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"] == want.outputs[0].text
+    processes[0].terminate()
+    outputs = [process.communicate()[0] for process in processes]
+    watch.cancel()
+    assert [process.returncode for process in processes] == [0, 0], outputs
 
 
 @pytest.mark.parametrize(
