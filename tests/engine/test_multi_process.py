@@ -180,6 +180,9 @@ def test_the_commands_of_the_documentation_serve_and_end_together(tiny_model):
     body = {"model": tiny_model, "prompt": "The quick", "temperature": 0, "max_tokens": 9}
     answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"] == want.outputs[0].text
+    form = {"temperature": 1.0, "structured_outputs": {"regex": "[0-9]{5}"}}
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body | form, timeout=60).json()
+    assert re.fullmatch("[0-9]{5}", answer["choices"][0]["text"]), "masks reach all processes"
     processes[0].terminate()
     outputs = [process.communicate()[0] for process in processes]
     watch.cancel()
