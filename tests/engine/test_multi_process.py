@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 
 
 class Pair:
-    """Process 0 and process 1. Both are killed when they take too long, and then there is nothing more to hear."""
+    """Process 0 and process 1. Both are killed when they take too long. After its end nothing is heard of process 0."""
 
     def __init__(self, model: str, *options: dict):
         with socket.socket() as probe:
@@ -37,19 +37,21 @@ class Pair:
             port = str(probe.getsockname()[1])
         path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
         answers, out = os.pipe()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
         self.processes = [
             subprocess.Popen(
-                [sys.executable, HERE / "one_of_several.py", str(i), port, str(out), model, json.dumps(options[-i])],
+                [sys.executable, HERE / "one_of_several.py", str(i), port, str(fd), model, json.dumps(options[-i])],
                 env=os.environ | {"PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # gloo's
                 stderr=subprocess.PIPE,
                 text=True,
-                pass_fds=(out,),
+                pass_fds=(fd,),
             )
-            for i in (0, 1)
+            for i, fd in enumerate((out, nowhere))
         ]
-        os.close(out)
+        for fd in (out, nowhere):
+            os.close(fd)
         self._answers = os.fdopen(answers)
         self._watch = threading.Timer(TOO_LONG_S, self.kill)
         self._watch.start()
@@ -100,10 +102,11 @@ def test_tokens_are_those_of_one_device_and_a_silent_process_ends_the_engine(pai
         assert json.loads(pair.ask(name)) == tokens(llm, params)
     llm.close()
     os.kill(pair.processes[1].pid, signal.SIGSTOP)  # it neither answers nor ends: a hang, or a lost network
-    assert pair.ask("greedy") == "process 1 has been silent for 4 s"
+    cut_off = ""  # where a call waits for the device, as in older JAX
+    assert pair.ask("greedy") in ("process 1 has been silent for 4 s", cut_off)
     code, err = pair.end_of(0)
     assert code != 0
-    assert "EngineDeadError: process 1 has been silent for 4 s" in err
+    assert "jaxserve: process 1 has been silent for 4 s" in err
 
 
 @pytest.mark.full
@@ -127,7 +130,9 @@ def test_a_killed_process_ends_the_engine_with_its_name(pair_of):
     assert pair.hear() == "ready"
     pair.processes[1].kill()
     assert pair.ask("greedy").startswith("process 1 is gone: ")
-    assert pair.end_of(0)[0] != 0
+    code, err = pair.end_of(0)
+    assert code != 0
+    assert "EngineDeadError: process 1 is gone: " in err
 
 
 @pytest.mark.full
