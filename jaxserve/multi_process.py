@@ -20,7 +20,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import msgspec
@@ -95,12 +95,6 @@ class Terms(msgspec.Struct, array_like=True, tag=True):
 _met: list[bool] = []  # in this process
 
 _DECODE = msgspec.msgpack.Decoder(Terms | Message).decode
-
-
-class Target(Protocol):
-    """What a follower runs the methods of."""
-
-    leader: "Leader | None"
 
 
 class Leader:
@@ -219,8 +213,8 @@ class Follower:
             raise ValueError(f"all processes must be started alike, but on this one {'; '.join(different)}")
         return theirs.runner
 
-    def follow(self, target: Target) -> None:
-        """Runs what process 0 runs, until it ends.
+    def follow(self, target: Any) -> None:
+        """Runs the methods of `target` that process 0 runs of its own, until it ends.
 
         Raises:
             EngineDeadError: a process has died, or cannot be reached.
