@@ -12,12 +12,14 @@ import threading
 from pathlib import Path
 
 import httpx
+import jax
 import pytest
 from meshes import EDITED, GREEDY, MODELS, SEEDED, folder_of, start, tokens
 
-from jaxserve import LLM, SamplingParams
-from jaxserve.config import EngineConfig
+from jaxserve import LLM, SamplingParams, multi_process
+from jaxserve.config import EngineConfig, ParallelOptions
 from jaxserve.exceptions import ParameterError
+from jaxserve.sharding.mesh import make_mesh
 
 HERE = Path(__file__).parent
 TOO_LONG_S = 120.0
@@ -192,6 +194,17 @@ def test_the_commands_of_the_documentation_serve_and_end_together(tiny_model):
     outputs = [process.communicate()[0] for process in processes]
     watch.cancel()
     assert [process.returncode for process in processes] == [0, 0], outputs
+
+
+def test_what_several_processes_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multi_process, "_met", [True])
+    with pytest.raises(ValueError, match="several processes make one engine once; start them all again"):
+        multi_process.join(ParallelOptions())
+    with pytest.raises(
+        ValueError, match="1 x tensor_parallel_size 4 must be the number of devices of all 2 .*, 8, got 4"
+    ):
+        make_mesh(1, 4)
 
 
 @pytest.mark.parametrize(
