@@ -202,7 +202,7 @@ def test_what_several_processes_cannot_be_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="several processes make one engine once; start them all again"):
         multi_process.join(ParallelOptions())
     with pytest.raises(
-        ValueError, match="1 x tensor_parallel_size 4 must be the number of devices of all 2 .*, 8, got 4"
+        ValueError, match=r"1 x tensor_parallel_size 4 must be the number of devices of all 2 .*, 8, got 4"
     ):
         make_mesh(1, 4)
 
