@@ -28,7 +28,7 @@ TABLE = Path(mosaic_gpu.__file__).with_name("tilings.json")
 def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
     """Tilings that fit."""
     found = []
-    for block, stages, pairs in itertools.product((32, 64, 128), (2, 3, 4, 6), (1, 2) if kernel == "decode" else (1,)):
+    for block, stages, pairs in itertools.product((64, 128), (2, 3, 4, 6), (1, 2) if kernel == "decode" else (1,)):
         tiling = {"block": block, "stages": stages} | ({"pairs": pairs} if kernel == "decode" else {})
         if mosaic_gpu.shared_bytes(kernel, head_dim, **tiling) <= hopper.SHARED_MEMORY_BYTES:
             found.append(tiling)

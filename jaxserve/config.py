@@ -194,6 +194,27 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What the sizes of an engine depend on: the kind of its devices, and the memory of one."""
+
+    on_cpu: bool
+    limit_bytes: int = 0  # that JAX may allocate; on CPU of no account
+    in_use_bytes: int = 0
+
+    @classmethod
+    def here(cls) -> "DeviceMemory":
+        """Of the first device of this process."""
+        if jax.default_backend() == "cpu":
+            return cls(on_cpu=True)
+        stats = jax.local_devices()[0].memory_stats() or {}
+        return cls(on_cpu=False, limit_bytes=stats.get("bytes_limit", 0), in_use_bytes=stats.get("bytes_in_use", 0))
+
+
+class NoRoomError(ValueError):
+    """The weights leave no memory for a KV pool."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
     """The numbers that shape the device's state and programs."""
 
@@ -222,23 +243,28 @@ def prefill_seqs(num_tokens: int) -> int:
     return min(MAX_PREFILL_SEQS, max(1, num_tokens // 8))
 
 
-def resolve(config: EngineConfig, model: ModelConfig, *, params_bytes: int) -> tuple[SchedulerConfig, RunnerConfig]:
-    """Turns "auto" into numbers for this backend.
+def resolve(
+    config: EngineConfig, model: ModelConfig, *, params_bytes: int, device: DeviceMemory | None = None
+) -> tuple[SchedulerConfig, RunnerConfig]:
+    """Turns "auto" into numbers.
 
     Args:
         model: as one device runs it, like params_bytes.
+        device: what the engine runs on; None = the devices here.
 
     Raises:
+        NoRoomError: there is no memory for a KV pool.
         ValueError: the KV pool cannot hold one request of max_model_len; the message gives the feasible length.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    device = device or DeviceMemory.here()
+    on_cpu = device.on_cpu
     page_size = config.cache.page_size or (16 if on_cpu else 64)
     options = config.scheduler
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size
     page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
-    num_pages = _num_pages(config.cache, page_bytes, params_bytes, on_cpu, ranks)
+    num_pages = _num_pages(config.cache, page_bytes, params_bytes, device, ranks)
     max_model_len = _max_model_len(config, model, num_pages - ranks, page_size)
     if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
         budget = max(budget, max_model_len)
@@ -290,7 +316,7 @@ def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, on_cpu: bool, num_ranks: int) -> int:
+def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, device: DeviceMemory, num_ranks: int) -> int:
     if cache.num_pages is not None:
         if cache.num_pages % num_ranks or cache.num_pages < 2 * num_ranks:
             raise ValueError(
@@ -299,14 +325,13 @@ def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, on_cpu: 
             )
         return cache.num_pages
     budget = cache.kv_cache_memory_bytes
-    if budget is None and on_cpu:
+    if budget is None and device.on_cpu:
         budget = CPU_KV_CACHE_BYTES
     elif budget is None:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        limit = stats.get("bytes_limit", 0)
-        budget = int(limit * cache.device_memory_utilization) - max(params_bytes, stats.get("bytes_in_use", 0))
+        limit = int(device.limit_bytes * cache.device_memory_utilization)
+        budget = limit - max(params_bytes, device.in_use_bytes)
     if budget < 2 * page_bytes:
-        raise ValueError(
+        raise NoRoomError(
             f"no room for a KV pool: {budget} bytes are left after {params_bytes} bytes of weights, a page takes "
             f"{page_bytes}; raise device_memory_utilization or kv_cache_memory_bytes"
         )

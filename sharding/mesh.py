@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 AXES = ("kv", "tp")
 FLAT = ("tp", "kv")  # both as one: heads are split over tp first, then within kv
@@ -42,6 +42,12 @@ def make_mesh(kv_parallel_size: int, tensor_parallel_size: int) -> Mesh | None:
     if size == 1:
         return None
     return Mesh(np.array(devices[:size]).reshape(kv_parallel_size, tensor_parallel_size), AXES)
+
+
+def abstract_mesh(kv_parallel_size: int, tensor_parallel_size: int) -> AbstractMesh | None:
+    """What `make_mesh` gives, without devices: for where parameters would go."""
+    sizes = (kv_parallel_size, tensor_parallel_size)
+    return None if sizes == (1, 1) else AbstractMesh(sizes, AXES)
 
 
 def replicated(mesh: Mesh | None) -> Sharding | None:

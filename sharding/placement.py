@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jaxserve.sharding.heads import NONE, HeadLayout, rows_of_heads
 from jaxserve.sharding.mesh import put
@@ -48,7 +48,9 @@ def _take(leaf: Any, rows: np.ndarray, axis: int) -> jax.Array:
     return jnp.take(leaf, np.where(rows == NONE, leaf.shape[axis], rows), axis, mode="fill", fill_value=0)
 
 
-def placement(shape: tuple[int, ...], axes: Axes, mesh: Mesh, heads: HeadLayout, head_dim: int) -> Placement:
+def placement(
+    shape: tuple[int, ...], axes: Axes, mesh: Mesh | AbstractMesh, heads: HeadLayout, head_dim: int
+) -> Placement:
     """The place of a leaf of this shape, with these logical axes."""
     order = {}
     for dimension, (size, name) in enumerate(zip(shape, axes, strict=True)):
@@ -58,7 +60,9 @@ def placement(shape: tuple[int, ...], axes: Axes, mesh: Mesh, heads: HeadLayout,
     return Placement(NamedSharding(mesh, spec_of(axes)), order)
 
 
-def _order(name: str | None, size: int, mesh: Mesh, heads: HeadLayout, head_dim: int) -> np.ndarray | None:
+def _order(
+    name: str | None, size: int, mesh: Mesh | AbstractMesh, heads: HeadLayout, head_dim: int
+) -> np.ndarray | None:
     """All rows of a dimension, rank by rank; None where the dimension is not split."""
     shards = mesh.size
     if name in ("vocab", "mlp", "experts"):

@@ -104,6 +104,7 @@ KERNELS = {
     "decode_28_4_128": KernelShape(num_seqs=4, heads=(28, 4, 128)),
     "decode_9_3_64": KernelShape(num_seqs=64, heads=(9, 3, 64), page_size=16),
     "decode_8_4_64_eight_tokens": KernelShape(num_seqs=16, heads=(8, 4, 64), q_len=8),
+    "decode_64_8_128_eight_tokens": KernelShape(num_seqs=16, heads=(64, 8, 128), q_len=8),  # the most rows
     "decode_8_4_256": KernelShape(num_seqs=16, heads=(8, 4, 256)),
     "decode_8_4_64_one_sequence": KernelShape(num_seqs=1, heads=(8, 4, 64)),
     "prefill_32_8_128_one_sequence": KernelShape(num_seqs=1, heads=(32, 8, 128), prefill_rows=512),
@@ -116,6 +117,8 @@ KERNELS |= {
         "decode_32_8_128",
         "decode_24_8_128",
         "decode_9_3_64",
+        "decode_8_4_64_eight_tokens",
+        "decode_64_8_128_eight_tokens",
         "decode_8_4_256",
         "prefill_32_8_128_one_sequence",
         "prefill_9_3_64",

@@ -13,6 +13,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+if jax.__version_info__ >= (0, 12):  # the interpreter of an older one is not tested
+    import interpreted_wgmma  # noqa: F401
+
 # Functions only: modules that define pytrees stay out, since a check of their fields breaks trees of shapes.
 layers = ("attention", "contract", "decoder", "embedding", "linear", "mlp", "moe", "norm", "rope")
 kernels = ("paged_attention.reference", "paged_attention.xla")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import batch, bench, chat, convert, generate, info, serve
+from jaxserve.cli import batch, bench, chat, convert, generate, info, plan, serve
 from jaxserve.cli.options import require_command
 from jaxserve.exceptions import EngineDeadError, JaxserveError
 
@@ -22,7 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut the names of options at 80 columns
 )
-for command in (generate.generate, chat.chat, serve.serve, batch.batch, convert.convert, info.info):
+for command in (
+    generate.generate, chat.chat, serve.serve, batch.batch, convert.convert, info.info, plan.plan,
+):  # fmt: skip
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
@@ -218,24 +218,32 @@ class Model:
         outer, layer = (_axes(module) for module in self._modules(jnp.float32))
         return {**outer, "layers": (layer,) * self.config.num_layers}
 
+    def config_on(self, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
+        """The configuration with the counts of heads of one rank."""
+        if mesh is None:
+            return self.config
+        heads = head_layout(self.config.num_heads, self.config.num_kv_heads, **mesh.shape)
+        return dataclasses.replace(self.config, num_heads=heads.queries_a_rank, num_kv_heads=heads.kvs_a_rank)
+
     def on(self, mesh: Mesh | None) -> "Model":
         """The model as each rank of the mesh runs it: its `config` counts the heads of one rank."""
         if mesh is None:
             return self
-        heads = head_layout(self.config.num_heads, self.config.num_kv_heads, **mesh.shape)
-        config = dataclasses.replace(self.config, num_heads=heads.queries_a_rank, num_kv_heads=heads.kvs_a_rank)
-        return dataclasses.replace(self, config=config, plain=False, mesh=mesh)
+        return dataclasses.replace(self, config=self.config_on(mesh), plain=False, mesh=mesh)
 
-    def placements(self, mesh: Mesh | None) -> dict[str, Any]:
+    def placements(self, mesh: Mesh | AbstractMesh | None) -> dict[str, Any]:
         """The parameters' trees with the places of what `init` or a checkpoint holds as leaves."""
-        c, axes = self.config, self.logical_axes()
-        if mesh is None:
-            return jax.tree.map(lambda _: Placement(), axes, is_leaf=_is_axes)
-        heads = head_layout(c.num_heads, c.num_kv_heads, **mesh.shape)
-        shapes = jax.tree.map(lambda leaf: leaf.shape, self.abstract_params(jnp.float32))
-        return jax.tree.map(
-            lambda a, shape: placement(shape, a, mesh, heads, c.head_dim), axes, shapes, is_leaf=_is_axes
-        )
+        c = self.config
+        heads = None if mesh is None else head_layout(c.num_heads, c.num_kv_heads, **mesh.shape)
+
+        def places(module: nnx.Module) -> dict[str, Placement]:
+            if mesh is None or heads is None:
+                return {name: Placement() for name in _axes(module)}
+            shapes = {name: leaf.shape for name, leaf in _leaves(module).items()}
+            return {name: placement(shapes[name], a, mesh, heads, c.head_dim) for name, a in _axes(module).items()}
+
+        outer, layer = (places(module) for module in self._modules(jnp.float32))
+        return {**outer, "layers": (layer,) * c.num_layers}
 
     def param_specs(self, params: Params) -> Any:
         """Where each leaf of `params`, in any form, is on the mesh."""
@@ -277,10 +285,6 @@ class Model:
 
 def _leaves(module: nnx.Module) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
-def _is_axes(x: Any) -> bool:
-    return isinstance(x, tuple) and (not x or not isinstance(x[0], dict))
 
 
 def _axes(module: nnx.Module) -> dict[str, tuple[str | None, ...]]:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.exceptions import WeightsError
 from jaxserve.models import Model, get_model
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import collect, hub
-from jaxserve.weights.checkpoint import Checkpoint, leaves_of, num_bytes, read_json
+from jaxserve.weights.checkpoint import Checkpoint, LeafPath, leaves_of, num_bytes, read_json
 from jaxserve.weights.demo import DEMO_MODEL, demo_gguf
 from jaxserve.weights.dummy import SHAPES, DummyCheckpoint
 from jaxserve.weights.gguf import GGUFCheckpoint
@@ -74,7 +74,7 @@ def load(
     abstract = leaves_of(model.abstract_params(dtype))
     places = leaves_of(model.placements(mesh))
     if mesh is not None:
-        taken = sum(places[path].bytes_a_device(leaf) for path, leaf in abstract.items())
+        taken = sum(bytes_a_device(model, dtype, mesh).values())
         logger.info("%s: %.2f GB of weights on each of %d devices", checkpoint.name, taken / 1e9, mesh.size)
     leaves = checkpoint.leaves(model, dtype, places)
     if progress:
@@ -93,6 +93,12 @@ def load(
         generation_config=checkpoint.generation_config,
         name=checkpoint.name,
     )
+
+
+def bytes_a_device(model: Model, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None) -> dict[LeafPath, int]:
+    """What each leaf of the parameters takes on each device."""
+    places = leaves_of(model.placements(mesh))
+    return {path: places[path].bytes_a_device(leaf) for path, leaf in leaves_of(model.abstract_params(dtype)).items()}
 
 
 def open_checkpoint(

@@ -53,6 +53,12 @@ def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, b
     return max(1, 8 // group) if as_they_are else 1, as_they_are
 
 
+def rows_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> int:
+    """The query rows of a tile, in whole eights."""
+    shared, _ = heads_of_tile(num_heads, num_kv_heads, q_len)
+    return -(-shared * q_len * (num_heads // num_kv_heads) // 8) * 8
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:

@@ -16,6 +16,7 @@ SHARED_MEMORY_BYTES = 232_448 - 2048  # of a CUDA block, less what barriers and 
 LEAST = -1e30  # a running maximum that any score passes, and that can be subtracted from -inf
 LOG2_E = math.log2(math.e)
 SWIZZLED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+SCORES: Any = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 INTERPRETER = plgpu.InterpretGPUParams()
 WIDE = jnp.float16  # what pages in float8 are turned into for the matmuls: exact, and one instruction for two values
 
@@ -87,12 +88,10 @@ def widen(pages_smem: Any, wide_smem: Any) -> None:
 
     def some_rows(i: Array, _) -> None:
         some = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
-        # A layout whose threads hold four values side by side, for loads of 32 bits and stores of 64
-        pages = plgpu.load(pages_smem.at[some], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        pages = plgpu.load(pages_smem.at[some], layout=plgpu.Layout.WGMMA)
         wide_smem[some] = pages.astype(WIDE)
 
     lax.fori_loop(0, pages_smem.shape[0] // ROWS, some_rows, None)
-    plgpu.commit_smem()
 
 
 def scale_of(scale_gmem: Any, layer: Array, head: Array) -> Any:
@@ -128,8 +127,8 @@ def zeros(shape: tuple[int, ...], layout: Any) -> Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def iota(shape: tuple[int, ...], dimension: int) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+def iota(shape: tuple[int, ...], dimension: int, layout: Any = plgpu.Layout.WGMMA) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
 
 
 def over(rows: Array, matrix: Array) -> Array:

@@ -22,6 +22,8 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
 )
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
+FEWEST = 8  # query rows of a tile
+ALIGNMENT = 1024  # of an array in shared memory
 MAX_WIDE = float(jnp.finfo(WIDE).max)
 TILINGS: dict[str, dict[str, dict[str, int]]] = json.loads(Path(__file__).with_name("tilings.json").read_text())
 
@@ -48,7 +50,9 @@ def plan(
     """What the kernels need to know of a region, whatever the layer."""
     if batch.cu_q_lens is not None:
         return prefill_work.plan(batch, num_rows)
-    return decode_work.plan(batch, (num_heads, kv.k.shape[3]), sliding_window, decode_tiling(kv))
+    return decode_work.plan(
+        batch, (num_heads, kv.k.shape[3]), sliding_window, decode_tiling(kv, num_heads, batch.max_q_len)
+    )
 
 
 def paged_attention(
@@ -71,8 +75,9 @@ def paged_attention(
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
     scoring = Scoring(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window)
-    is_prefill = isinstance(work, prefill_work.Work)
-    kernel, tiling = (prefill, prefill_tiling(kv)) if is_prefill else (decode, decode_tiling(kv))
+    kernel, tiling = (prefill, prefill_tiling(kv))
+    if isinstance(work, decode_work.Work):
+        kernel, tiling = (decode, decode_tiling(kv, q.shape[1], batch.max_q_len))
     operand = q if kv.k.dtype == q.dtype else _as_wide(q)
     out, lse = kernel.paged_attention(operand, kv, layer, batch, scoring, tiling, work, interpret=interpret)
     return out.astype(q.dtype), lse
@@ -83,8 +88,10 @@ def _as_wide(q: Array) -> Array:
     return jnp.clip(q.astype(jnp.float32), -MAX_WIDE, MAX_WIDE).astype(WIDE)
 
 
-def decode_tiling(kv: KVCache) -> decode_work.Tiling:
-    return decode_work.Tiling(**tuned("decode", kv.k.shape[4], kv.k.dtype.itemsize), blocks=num_multiprocessors())
+def decode_tiling(kv: KVCache, num_heads: int, q_len: int) -> decode_work.Tiling:
+    *_, K, H = kv.k.shape
+    rows = decode_work.rows_of_tile(num_heads, K, q_len)
+    return decode_work.Tiling(**tuned("decode", H, kv.k.dtype.itemsize, rows), blocks=num_multiprocessors())
 
 
 def prefill_tiling(kv: KVCache) -> prefill_work.Tiling:
@@ -93,35 +100,41 @@ def prefill_tiling(kv: KVCache) -> prefill_work.Tiling:
     )
 
 
-def tuned(kernel: str, head_dim: int, itemsize: int = 2) -> dict[str, int]:
+def tuned(kernel: str, head_dim: int, itemsize: int = 2, rows: int = FEWEST) -> dict[str, int]:
     """What `benchmarks/tune.py` found fastest, which may be the computed tiling; that one where it has not looked.
 
     On an H200 at head_dim 128 these are the computed ones: decoding by one worker with blocks of 128 was slower at five
-    of the seven shapes of `benchmarks/shapes.py`, and a third stage made prefill 3 to 4 % slower. For pages in float8,
-    of `itemsize` 1, it has not looked.
+    of the seven shapes of `benchmarks/shapes.py`, and a third stage made prefill 3 to 4 % slower. It has not looked at
+    pages in float8, of `itemsize` 1, nor at decoding more than the fewest query rows at once.
     """
-    found = TILINGS[kernel].get(str(head_dim)) if itemsize == 2 else None
-    return found or computed(kernel, head_dim, itemsize)
+    found = TILINGS[kernel].get(str(head_dim)) if (itemsize, rows) == (2, FEWEST) else None
+    return found or computed(kernel, head_dim, itemsize, rows)
 
 
-def computed(kernel: str, head_dim: int, itemsize: int = 2) -> dict[str, int]:
-    """Decode: two workers a multiprocessor, or one where the output fills the registers, and the units ahead that then
-    fit. Prefill: the largest block whose scores and output share the registers of a warpgroup, and the next one ahead.
+def computed(kernel: str, head_dim: int, itemsize: int = 2, rows: int = FEWEST) -> dict[str, int]:
+    """Decode: two workers a multiprocessor, three where pages in float8 give them more to do and few rows leave the
+    registers for it, one where two would have too few units ahead; and the units that then fit. Prefill: the largest
+    block whose scores and output share the registers of a warpgroup, and the next one ahead.
     """
     if kernel == "prefill":
         return {"block": 128 if head_dim <= 128 else 64, "stages": 2}
-    choices = [{"block": 64, "pairs": 1 if head_dim > 128 else 2, "stages": stages} for stages in range(1, 17)]
-    sizes = [shared_bytes(kernel, head_dim, **choice, itemsize=itemsize) for choice in choices]
+    pairs = 1 if head_dim > 128 else 3 if (itemsize, rows) == (1, FEWEST) else 2
+    choices = [{"block": 64, "pairs": pairs, "stages": stages} for stages in range(1, 17)]
+    sizes = [shared_bytes(kernel, head_dim, **choice, itemsize=itemsize, rows=rows) for choice in choices]
     return [choice for choice, size in zip(choices, sizes, strict=True) if size <= SHARED_MEMORY_BYTES][-1]
 
 
-def shared_bytes(kernel: str, head_dim: int, *, block: int, stages: int, pairs: int = 1, itemsize: int = 2) -> int:
-    """Of a CUDA block: for each worker its queries, and `stages` times a block of keys and one of values, and the same
-    again in float8 if they are fetched so.
-    """
-    rows = ROWS if kernel == "decode" else prefill_work.TILE
-    position_bytes = 2 if itemsize == 2 else 2 + itemsize
-    return pairs * (rows * 2 + stages * 2 * block * position_bytes) * head_dim
+def shared_bytes(
+    kernel: str, head_dim: int, *, block: int, stages: int, pairs: int = 1, itemsize: int = 2, rows: int = FEWEST
+) -> int:
+    """Of a CUDA block; when decoding, `rows` of a tile at once."""
+    if kernel == "prefill":
+        position_bytes = 2 if itemsize == 2 else 2 + itemsize
+        return (prefill_work.TILE * 2 + stages * 2 * block * position_bytes) * head_dim
+    pages = stages * block * head_dim * itemsize
+    wide = 0 if itemsize == 2 else block * head_dim * 2
+    a_worker = [pages, pages, wide, rows * head_dim * 2, rows * block * 4, rows * block * 2, *3 * [rows * 4]]
+    return sum(-(-pairs * size // ALIGNMENT) * ALIGNMENT for size in a_worker)
 
 
 def num_multiprocessors() -> int:

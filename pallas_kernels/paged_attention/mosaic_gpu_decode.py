@@ -1,13 +1,14 @@
 """Paged attention of decode rows on NVIDIA Hopper.
 
-How this works. The keys and values of one sequence, one KV head and `block` positions are a *unit* of work. The query
-heads that share a KV head are the first rows of the same matmuls, which have rows to spare; those of several KV heads
-are the rows of one *tile* if together they are eight, and each unit of it leaves the rows of the other KV heads as they
-were. The units of one tile of each sequence, sequence by sequence, then block, then head, are cut into *slices* of
-equal length, whatever the sequences' lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). Each
-slice is cut for all tiles alike, one worker each: neighbours read the same pages at the same time, which lie together
-in memory. A worker is a pair of warpgroups: one fetches pages by TMA, a few units ahead and across the borders of
-tiles, the other computes. Pages in float8 are widened in between, by the former: see `hopper.widen`.
+How this works. The keys and values of one sequence, one KV head and `block` positions are a *unit* of work. Positions
+and head_dim are the rows of its matmuls, of which there are 64 at least. The query heads that share a KV head are the
+columns, of which eight do: so a softmax over few heads costs little. The heads of several KV heads are the columns of
+one *tile* if together they are eight, and each unit of it leaves those of the other KV heads as they were. The units of
+one tile of each sequence, sequence by sequence, then block, then head, are cut into *slices* of equal length, whatever
+the sequences' lengths, so that no multiprocessor idles (LeanAttention, arXiv 2405.10480). Each slice is cut for all
+tiles alike, one worker each: neighbours read the same pages at the same time, which lie together in memory. A worker is
+a pair of warpgroups: one fetches pages by TMA, a few units ahead and across the borders of tiles, the other computes.
+It widens pages in float8: keys into registers, values into shared memory, whence the matmuls take them.
 
 What a worker finds out about a tile is an output, normalised by itself, and the logarithm of its denominator. It writes
 them where those of the tile belong and, for a tile that it has not whole, into one of its own *parts*. A worker has at
@@ -24,10 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.paged_attention.decode_work import PARTS, Options, Tiling, Unit, Work, heads_of_tile
-from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS, SWIZZLED, Scoring, pages_type
+from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, SCORES, SWIZZLED, Scoring, pages_type
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_worker import Worker
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_merge import merge_parts
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+
+REGISTERS = 65_536  # of a multiprocessor
 
 
 def paged_attention(
@@ -89,9 +92,10 @@ def _attend(
     """Outputs of the tiles that are whole and the logarithms of their denominators, and those of all parts."""
     (*_, rows, H), tiling = tiles.shape, options.tiling
     pairs, stages, block, workers = tiling.pairs, tiling.stages, tiling.block, tiling.workers
-    pages = pages_type((pairs, stages, block, H), kv.k.dtype)
-    fetched = plgpu.Barrier(num_arrivals=max(1, block // kv.page_size), num_barriers=pairs * stages)
-    arrived = plgpu.Barrier(num_barriers=pairs * stages) if pages else fetched
+    wide = plgpu.SMEM((pairs, block, H), tiles.dtype, transforms=SWIZZLED)
+    narrow = pages_type((pairs, stages, block, H), kv.k.dtype)
+    pages = narrow or plgpu.SMEM((pairs, stages, block, H), tiles.dtype, transforms=SWIZZLED)
+    arrived = plgpu.Barrier(num_arrivals=max(1, block // kv.page_size), num_barriers=pairs * stages)
     return plgpu.kernel(
         functools.partial(_attend_kernel, options=options),
         out_type=(
@@ -101,18 +105,17 @@ def _attend(
             jax.ShapeDtypeStruct((PARTS * workers, rows), jnp.float32),
         ),
         scratch_types=(
-            plgpu.SMEM((pairs, ROWS, H), tiles.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((pairs, stages, block, H), tiles.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((pairs, stages, block, H), tiles.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((pairs, ROWS), jnp.float32),
+            plgpu.SMEM((pairs, rows, H), tiles.dtype, transforms=SWIZZLED),
+            pages,
+            pages,
+            plgpu.SMEM((pairs, rows, block), jnp.float32, transforms=SCORES),
+            plgpu.SMEM((pairs, rows, block), tiles.dtype, transforms=SWIZZLED),
+            *3 * [plgpu.SMEM((pairs, rows), jnp.float32)],
+            wide if narrow else None,
             plgpu.Barrier(num_barriers=pairs),
             arrived,
             arrived,
             plgpu.Barrier(num_barriers=pairs * stages),
-            pages,
-            pages,
-            fetched if pages else None,
-            fetched if pages else None,
         ),
         grid=(tiling.blocks,),
         grid_names=("block",),
@@ -120,7 +123,8 @@ def _attend(
         thread_name="warpgroup",
         kernel_name="paged_attention_decode",
         interpret=INTERPRETER if interpret else None,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        # The worker has the barriers that it needs: see there
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(
         tiles,
         kv.k,
@@ -160,74 +164,82 @@ def _attend_kernel(
     lse_gmem,
     parts_gmem,
     part_lse_gmem,
-    q_smem,  # [pairs, ROWS, H]
+    q_smem,  # [pairs, rows, H]
     k_smem,  # [pairs, stages, block, H]
     v_smem,
-    lse_smem,  # f32 [pairs, ROWS]
+    scores_smem,  # f32 [pairs, rows, block]
+    weights_smem,  # [pairs, rows, block]
+    decay_smem,  # f32 [pairs, rows]
+    inverse_smem,
+    lse_smem,
+    wide_smem,  # [pairs, block, H]; None unless pages are in float8
     q_arrived,  # [pairs]
     k_arrived,  # [pairs * stages]
     v_arrived,
     consumed,
-    k_pages_smem,  # [pairs, stages, block, H], and its barriers [pairs * stages]; None unless pages are in float8
-    v_pages_smem,
-    k_fetched,
-    v_fetched,
     *,
     options: Options,
 ):
     pairs, stages = options.tiling.pairs, options.tiling.stages
     warpgroup = lax.axis_index("warpgroup")
-    pair = lax.rem(warpgroup, pairs)
-    worker = lax.axis_index("block") * pairs + pair
-    number = jnp.minimum(lax.div(worker, options.num_tiles), options.slices - 1)
-    works = worker < options.slices * options.num_tiles  # a few may be left over
-    self = Worker(
-        q_gmem=q_gmem,
-        k_gmem=k_gmem,
-        v_gmem=v_gmem,
-        k_scale_gmem=k_scale_gmem,
-        v_scale_gmem=v_scale_gmem,
-        table_gmem=table_gmem,
-        lens_gmem=lens_gmem,
-        layer_gmem=layer_gmem,
-        out_gmem=out_gmem,
-        lse_gmem=lse_gmem,
-        parts_gmem=parts_gmem,
-        part_lse_gmem=part_lse_gmem,
-        q_smem=q_smem.at[pair],
-        k_smem=k_smem.at[pair],
-        v_smem=v_smem.at[pair],
-        lse_smem=lse_smem.at[pair],
-        q_arrived=q_arrived.at[pair],
-        k_arrived=lambda slot: k_arrived.at[pair * stages + slot],
-        v_arrived=lambda slot: v_arrived.at[pair * stages + slot],
-        consumed=lambda slot: consumed.at[pair * stages + slot],
-        k_pages_smem=None if k_pages_smem is None else k_pages_smem.at[pair],
-        v_pages_smem=None if v_pages_smem is None else v_pages_smem.at[pair],
-        k_fetched=lambda slot: k_fetched.at[pair * stages + slot],
-        v_fetched=lambda slot: v_fetched.at[pair * stages + slot],
-        worker=worker,
-        tile=lax.rem(worker, options.num_tiles),
-        count=jnp.where(works, start_gmem[number + 1] - start_gmem[number], 0),
-        begin=Unit(
-            sequence=sequence_gmem[number],
-            head=head_gmem[number],
-            at=at_gmem[number],
-            kv_len=kv_len_gmem[number],
-            first=first_gmem[number],
-            last=last_gmem[number],
-        ),
-        options=options,
-    )
+
+    def this() -> Worker:
+        """This worker. Either warpgroup reads its scalars by itself: before they part, they have few registers."""
+        pair = lax.rem(warpgroup, pairs)
+        worker = lax.axis_index("block") * pairs + pair
+        number = jnp.minimum(lax.div(worker, options.num_tiles), options.slices - 1)
+        works = worker < options.slices * options.num_tiles  # a few may be left over
+        return Worker(
+            q_gmem=q_gmem,
+            k_gmem=k_gmem,
+            v_gmem=v_gmem,
+            k_scale_gmem=k_scale_gmem,
+            v_scale_gmem=v_scale_gmem,
+            table_gmem=table_gmem,
+            lens_gmem=lens_gmem,
+            layer_gmem=layer_gmem,
+            out_gmem=out_gmem,
+            lse_gmem=lse_gmem,
+            parts_gmem=parts_gmem,
+            part_lse_gmem=part_lse_gmem,
+            q_smem=q_smem.at[pair],
+            k_smem=k_smem.at[pair],
+            v_smem=v_smem.at[pair],
+            scores_smem=scores_smem.at[pair],
+            weights_smem=weights_smem.at[pair],
+            decay_smem=decay_smem.at[pair],
+            inverse_smem=inverse_smem.at[pair],
+            lse_smem=lse_smem.at[pair],
+            wide_smem=None if wide_smem is None else wide_smem.at[pair],
+            q_arrived=q_arrived.at[pair],
+            k_arrived=lambda slot: k_arrived.at[pair * stages + slot],
+            v_arrived=lambda slot: v_arrived.at[pair * stages + slot],
+            consumed=lambda slot: consumed.at[pair * stages + slot],
+            worker=worker,
+            tile=lax.rem(worker, options.num_tiles),
+            count=jnp.where(works, start_gmem[number + 1] - start_gmem[number], 0),
+            begin=Unit(
+                sequence=sequence_gmem[number],
+                head=head_gmem[number],
+                at=at_gmem[number],
+                kv_len=kv_len_gmem[number],
+                first=first_gmem[number],
+                last=last_gmem[number],
+            ),
+            options=options,
+        )
+
+    fetching = 32  # registers
+    computing = 2 * (REGISTERS // (2 * pairs * 128) // 8 * 8) - fetching
 
     @pl.when(warpgroup >= pairs)
     def _fetch():
         if pairs > 1:
-            plgpu.set_max_registers(32 if k_pages_smem is None else 72, action="decrease")
-        self.fetch() if k_pages_smem is None else self.fetch_and_widen()
+            plgpu.set_max_registers(fetching, action="decrease")
+        this().fetch()
 
     @pl.when(warpgroup < pairs)
     def _compute():
         if pairs > 1:
-            plgpu.set_max_registers(216 if k_pages_smem is None else 184, action="increase")
-        self.compute()
+            plgpu.set_max_registers(computing, action="increase")
+        this().compute()

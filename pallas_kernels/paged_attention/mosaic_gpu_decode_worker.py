@@ -1,7 +1,6 @@
 """What one worker of decode attention does, with either of its warpgroups: see `mosaic_gpu_decode`."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from jaxserve.pallas_kernels.paged_attention.decode_work import (
 from jaxserve.pallas_kernels.paged_attention.hopper import (
     LEAST,
     LOG2_E,
-    ROWS,
     capped,
     fetch_block,
     iota,
@@ -33,6 +31,9 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     zero_unwritten,
     zeros,
 )
+
+# Of scores `[rows, block]`: two rows to a warp, so that it reduces them by itself, and four positions to a thread
+ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,18 +52,19 @@ class Worker:
     lse_gmem: Any  # f32 [B, tiles, rows]
     parts_gmem: Any  # [PARTS * workers, rows, H]
     part_lse_gmem: Any  # f32 [PARTS * workers, rows]
-    q_smem: Any  # [ROWS, H]
+    q_smem: Any  # [rows, H]
     k_smem: Any  # [stages, block, H]
     v_smem: Any
-    lse_smem: Any  # f32 [ROWS]
+    scores_smem: Any  # f32 [rows, block]
+    weights_smem: Any  # [rows, block]
+    decay_smem: Any  # f32 [rows]
+    inverse_smem: Any  # f32 [rows]
+    lse_smem: Any  # f32 [rows]
+    wide_smem: Any  # [block, H], None unless pages are in float8
     q_arrived: Any
     k_arrived: Any  # slot -> barrier
     v_arrived: Any
     consumed: Any
-    k_pages_smem: Any  # [stages, block, H], as fetched; None unless pages are in float8
-    v_pages_smem: Any
-    k_fetched: Any
-    v_fetched: Any
     worker: Array
     tile: Array
     count: Array
@@ -90,13 +92,18 @@ class Worker:
 
     # The warpgroup that fetches
 
-    def fetch(self) -> None:
-        layer, page_size = self.layer_gmem[0], self.k_gmem.shape[2]
+    def pages_of(self, unit: Unit) -> list[Array]:
+        begin, page_size = unit.at * self.block, self.k_gmem.shape[2]
+        return page_ids(self.table_gmem, unit.sequence, unit.kv_len, begin, self.block, page_size)
 
-        def step(i: Array, unit: Unit) -> Unit:
-            begin, slot = unit.at * self.block, self.slot(i)
-            ids = page_ids(self.table_gmem, unit.sequence, unit.kv_len, begin, self.block, page_size)
-            where = (ids, begin, unit.kv_len, self.tile * self.options.shared + unit.head)
+    def fetch(self) -> None:
+        layer = self.layer_gmem[0]
+
+        def step(i: Array, carry: tuple[Unit, list[Array]]) -> tuple[Unit, list[Array]]:
+            unit, ids = carry
+            after, slot = self.following(unit), self.slot(i)
+            next_ids = self.pages_of(after)  # read before they are needed: a read takes as long as much of a unit
+            where = (ids, unit.at * self.block, unit.kv_len, self.tile * self.options.shared + unit.head)
 
             @pl.when(i >= self.options.tiling.stages)
             def _wait():
@@ -104,44 +111,13 @@ class Worker:
 
             fetch_block(self.k_gmem.at[layer], *where, self.k_smem.at[slot], self.k_arrived(slot))
             fetch_block(self.v_gmem.at[layer], *where, self.v_smem.at[slot], self.v_arrived(slot))
-            return self.following(unit)
+            return after, next_ids
 
-        lax.fori_loop(0, self.count, step, self.begin)
+        lax.fori_loop(0, self.count, step, (self.begin, self.pages_of(self.begin)))
 
-    def fetch_and_widen(self) -> None:
-        """Fetches units, and turns each into the operands of matmuls as many units later as there are stages."""
-        layer, page_size, stages = self.layer_gmem[0], self.k_gmem.shape[2], self.options.tiling.stages
-
-        def step(i: Array, unit: Unit) -> Unit:
-            begin, slot = unit.at * self.block, self.slot(i)
-            ids = page_ids(self.table_gmem, unit.sequence, unit.kv_len, begin, self.block, page_size)
-            where = (ids, begin, unit.kv_len, self.tile * self.options.shared + unit.head)
-
-            @pl.when(i >= 2 * stages)
-            def _wait():
-                plgpu.barrier_wait(self.consumed(slot))
-
-            for source, pages_smem, fetched, target, arrived in (
-                (self.k_gmem, self.k_pages_smem, self.k_fetched, self.k_smem, self.k_arrived),
-                (self.v_gmem, self.v_pages_smem, self.v_fetched, self.v_smem, self.v_arrived),
-            ):
-                pages = pages_smem.at[slot]
-
-                @pl.when(i >= stages)
-                def _widen(pages=pages, fetched=fetched, target=target, arrived=arrived):
-                    plgpu.barrier_wait(fetched(slot))
-                    widen(pages, target.at[slot])
-                    plgpu.barrier_arrive(arrived(slot))
-
-                @pl.when(i < self.count)
-                def _fetch(source=source, pages=pages, fetched=fetched):
-                    fetch_block(source.at[layer], *where, pages, fetched(slot))
-
-            return self.following(unit)
-
-        lax.fori_loop(0, self.count + stages, step, self.begin)
-
-    # The warpgroup that computes
+    # The warpgroup that computes. Its four warps meet at each `commit_smem`, twice a unit, and nowhere else: behind the
+    # first all have the scores of this unit and are done with the matmuls of the one before, behind the second all have
+    # written what the next matmul reads. What one thread reads and another writes has one of them in between.
 
     def compute(self) -> None:
         @pl.when(self.count > 0)
@@ -151,20 +127,18 @@ class Worker:
         lax.fori_loop(0, self.count, self.attend_unit, (*self.fresh(), self.begin))
         plgpu.wait_smem_to_gmem(0)
 
-    def fresh(self) -> tuple[list[Array], Array, Array]:
-        """Outputs, maxima and totals before the first unit of a tile."""
-        H = self.q_smem.shape[1]
-        outs = [zeros((ROWS, min(H, 128)), plgpu.Layout.WGMMA)] * (H // min(H, 128))
-        rows = zeros((ROWS,), plgpu.Layout.WGMMA.reduce(1))
-        return outs, rows + LEAST, rows
+    def fresh(self) -> tuple[Array, Array, Array]:
+        """Outputs `[H, rows]`, maxima and totals `[rows]` before the first unit of a tile."""
+        rows, H = self.q_smem.shape
+        none = zeros((rows,), ACROSS.reduce(1))
+        return zeros((H, rows), plgpu.Layout.WGMMA), none + LEAST, none
 
     def fetch_queries(self, unit: Unit) -> None:
-        there = self.q_smem.at[pl.ds(0, self.q_gmem.shape[2])]
-        plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, self.tile], there, self.q_arrived)
+        plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, self.tile], self.q_smem, self.q_arrived)
 
     def attend_unit(self, i: Array, carry: tuple) -> tuple:
         """One step of the online softmax (arXiv 2205.14135); maxima are in units of log 2."""
-        outs, maximum, total, unit = carry
+        out, maximum, total, unit = carry
         num_before, shared = unit.before(self.options.shared), self.options.shared
         completes = num_before + 1 == unit.of_tile(shared)
         begins, ends = (num_before == 0) | (i == 0), completes | (i + 1 == self.count)
@@ -176,86 +150,104 @@ class Worker:
 
         scores, to_log2 = self.scores(unit, slot)
 
-        # The copy waits for all four warps, which are done with these queries: their scores are in registers
         @pl.when(ends & (i + 1 < self.count))
         def _fetch_the_next_queries():
             self.fetch_queries(after)
 
         # Chosen, not multiplied by zero: what another sequence left may be NaN
-        outs, before, total = jax.tree.map(
+        out, before, total = jax.tree.map(
             lambda fresh, kept: jnp.where(jnp.broadcast_to(begins, kept.shape), fresh, kept),
             self.fresh(),
-            (outs, maximum, total),
+            (out, maximum, total),
         )
         largest = scores.max(axis=1) * to_log2
         maximum = jnp.maximum(before, self.own_rows(unit, largest, LEAST))
         decay = jnp.exp2(before - maximum)
         weights = jnp.exp2(scores * to_log2 - over(self.own_rows(unit, maximum, jnp.inf), scores))
         total = total * decay + weights.sum(axis=1)
-        outs = self.outputs(unit, slot, weights, outs, decay)
+        out = self.add_values(unit, slot, out, weights, decay)
 
         @pl.when(ends)
         def _():
-            self.store(unit, slot, num_before <= i, completes, outs, maximum, total)
+            self.store(unit, slot, num_before <= i, completes, out, maximum, total)
 
         plgpu.barrier_arrive(self.consumed(slot))
-        return outs, maximum, total, after
+        return out, maximum, total, after
 
     def own_rows(self, unit: Unit, values: Array, other: float) -> Array:
         """The values of the rows whose heads share the unit's KV head, for those of other KV heads `other`."""
         if self.options.shared == 1:
             return values
-        rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        own = lax.div(rows, self.options.group) == unit.head
-        return jnp.where(own, values, other)
+        return jnp.where(self.head_of_rows(values) == unit.head, values, other)
+
+    def head_of_rows(self, like: Array) -> Array:
+        rows = plgpu.broadcasted_iota(jnp.int32, like.shape, 0, layout=ACROSS.reduce(1))
+        return lax.div(rows, self.options.group)
 
     def scores(self, unit: Unit, slot: Array) -> tuple[Array, Any]:
-        """Scores, -inf where a row does not see, and the factor that turns them into units of log 2."""
+        """Scores `[rows, block]`, -inf where a row does not see, and the factor that turns them into units of log 2."""
         k_scale = scale_of(self.k_scale_gmem, self.layer_gmem[0], self.tile * self.options.shared + unit.head)
         plgpu.barrier_wait(self.k_arrived(slot))
 
         def product(ref):
-            plgpu.wgmma(ref, self.q_smem, self.k_smem.at[slot].T)
+            plgpu.wgmma(ref, self.keys(slot), self.q_smem.T)
             return ref[...]
 
-        scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.block)))
+        # By way of shared memory each warp gets whole rows, which are spread over all four here
+        by_position = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((self.block, self.q_smem.shape[0])))
+        store_transposed(by_position, self.scores_smem)
+        plgpu.commit_smem()
+        self.prepare_values(unit, slot)
+        scores = plgpu.load(self.scores_smem, layout=ACROSS)
         scores, to_log2 = capped(scores, self.options.scoring, k_scale)
         partial = (unit.at + 1) * self.block > unit.kv_len - (self.options.q_len - 1)
         if self.options.scoring.sliding_window is not None:
             partial |= unit.at * self.block < unit.kv_len - self.options.scoring.sliding_window
         return lax.cond(partial, self.masked, lambda scores, unit: scores, scores, unit), to_log2
 
+    def keys(self, slot: Array) -> Any:
+        """A left operand, `[block, H]`: in registers, if pages are in float8."""
+        keys = self.k_smem.at[slot]
+        if self.wide_smem is None:
+            return keys
+        return plgpu.load(keys, layout=plgpu.Layout.WGMMA).astype(self.q_smem.dtype)
+
+    def values(self, slot: Array) -> Any:
+        return self.v_smem.at[slot] if self.wide_smem is None else self.wide_smem
+
+    def prepare_values(self, unit: Unit, slot: Array) -> None:
+        """Makes them an operand, `[block, H]`; the threads have to meet before it is used."""
+        plgpu.barrier_wait(self.v_arrived(slot))
+        if self.wide_smem is not None:
+            widen(self.v_smem.at[slot], self.wide_smem)
+
+        @pl.when((unit.at + 1) * self.block > unit.kv_len)
+        def _():
+            if self.wide_smem is not None:
+                plgpu.commit_smem()  # as written by other threads
+            zero_unwritten(self.values(slot), unit.kv_len - unit.at * self.block)
+
     def masked(self, scores: Array, unit: Unit) -> Array:
-        position, end = unit.at * self.block + iota(scores.shape, 1), unit.kv_len
+        position, end = unit.at * self.block + iota(scores.shape, 1, ACROSS), unit.kv_len
         if self.options.q_len > 1:
-            end = end - (self.options.q_len - 1) + lax.div(iota(scores.shape, 0), self.options.group)
+            end = end - (self.options.q_len - 1) + lax.div(iota(scores.shape, 0, ACROSS), self.options.group)
         seen = position < end
         if self.options.scoring.sliding_window is not None:
             seen &= position >= end - self.options.scoring.sliding_window
         return jnp.where(seen, scores, -jnp.inf)
 
-    def outputs(self, unit: Unit, slot: Array, weights: Array, outs: list[Array], decay: Array) -> list[Array]:
-        """What the outputs have decayed to, and the values of this unit added."""
-        weights_smem = self.k_smem.at[slot, pl.ds(0, ROWS), pl.ds(0, self.block)]  # the keys are done with
-        weights_smem[...] = weights.astype(weights_smem.dtype)
-        plgpu.barrier_wait(self.v_arrived(slot))
-
-        @pl.when((unit.at + 1) * self.block > unit.kv_len)
-        def _():
-            zero_unwritten(self.v_smem.at[slot], unit.kv_len - unit.at * self.block)
-
+    def add_values(self, unit: Unit, slot: Array, out: Array, weights: Array, decay: Array) -> Array:
+        """What the outputs have decayed to, and the values of this unit, weighted."""
+        self.weights_smem[...] = weights.astype(self.weights_smem.dtype)
+        self.decay_smem[...] = decay
         plgpu.commit_smem()
 
-        def product(ref, *, columns):
-            plgpu.wgmma(ref, weights_smem, self.v_smem.at[slot, :, columns])
-            return ref[...]
+        def product(ref):
+            plgpu.wgmma(ref, self.values(slot).T, self.weights_smem.T)
+            decayed = out * down(self.decay_smem, out)  # before the matmul ends
+            return decayed + ref[...]
 
-        width = outs[0].shape[1]
-        added = plgpu.WGMMAAccumulatorRef((ROWS, width))
-        return [
-            out * over(decay, out) + pl.run_scoped(functools.partial(product, columns=pl.ds(c * width, width)), added)
-            for c, out in enumerate(outs)
-        ]
+        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(self.q_smem.shape[::-1]))
 
     def v_scales(self, like: Array) -> Any:
         """The scale of the values of each row's KV head."""
@@ -263,29 +255,39 @@ class Worker:
         scales = [scale_of(self.v_scale_gmem, layer, self.tile * shared + head) for head in range(shared)]
         if self.v_scale_gmem is None or shared == 1:
             return scales[0]
-        rows = plgpu.broadcasted_iota(jnp.int32, like.shape, 0, layout=plgpu.Layout.WGMMA.reduce(1))
         by_row = jnp.broadcast_to(scales[0], like.shape)
         for head, scale in enumerate(scales[1:], start=1):
-            by_row = jnp.where(lax.div(rows, self.options.group) == head, scale, by_row)
+            by_row = jnp.where(self.head_of_rows(like) == head, scale, by_row)
         return by_row
 
     def store(
-        self, unit: Unit, slot: Array, begun: Array, completed: Array, outs: list[Array], maximum: Array, total: Array
+        self, unit: Unit, slot: Array, begun: Array, completed: Array, out: Array, maximum: Array, total: Array
     ) -> None:
         """Writes what this worker, which has `begun` or `completed` the tile or both, has found out about it."""
-        inverse = jnp.where(total > 0, 1.0 / total, 0.0) * self.v_scales(total)
-        out_smem, width = self.k_smem.at[slot, pl.ds(0, ROWS)], outs[0].shape[1]  # keys and weights are done with
-        for c, out in enumerate(outs):
-            out_smem[:, pl.ds(c * width, width)] = (out * over(inverse, out)).astype(out_smem.dtype)
+        self.inverse_smem[...] = jnp.where(total > 0, 1.0 / total, 0.0) * self.v_scales(total)
         self.lse_smem[...] = jnp.where(total > 0, maximum / LOG2_E + jnp.log(total), -jnp.inf)
         plgpu.commit_smem()
+        out_smem = self.values(slot).at[pl.ds(0, self.q_smem.shape[0])]  # the values are done with
+        store_transposed(out * down(self.inverse_smem, out), out_smem)
+        plgpu.commit_smem()
         # Both, whatever will be read: it stays in the L2 cache, and with a branch head_dim 256 spills many registers
-        tile, rows = (unit.sequence, self.tile), pl.ds(0, self.q_gmem.shape[2])
+        tile = (unit.sequence, self.tile)
         part = PARTS * self.worker + jnp.where(begun & completed, UNREAD, jnp.where(begun, BEGUN, CONTINUED))
         for out_gmem, lse_gmem in (
             (self.out_gmem.at[tile], self.lse_gmem.at[tile]),
             (self.parts_gmem.at[part], self.part_lse_gmem.at[part]),
         ):
-            plgpu.copy_smem_to_gmem(out_smem.at[rows], out_gmem)
-            plgpu.copy_smem_to_gmem(self.lse_smem.at[rows], lse_gmem)
+            plgpu.copy_smem_to_gmem(out_smem, out_gmem)
+            plgpu.copy_smem_to_gmem(self.lse_smem, lse_gmem)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def down(rows_smem: Any, like: Array) -> Array:
+    """One value a row, down the columns of outputs `[H, rows]`."""
+    rows = plgpu.load(rows_smem, layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(rows, like.shape, [1])
+
+
+def store_transposed(matrix: Array, target_smem: Any) -> None:
+    narrow = matrix.astype(target_smem.dtype)
+    target_smem.T[...] = plgpu.layout_cast(narrow, plgpu.Layout.WGMMA_TRANSPOSED)

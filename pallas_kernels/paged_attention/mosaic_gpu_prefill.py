@@ -263,6 +263,7 @@ class _Cta:
                 def _widen(pages=pages, fetched=fetched, target=target, arrived=arrived):
                     plgpu.barrier_wait(fetched.at[page_slot])
                     widen(pages, target.at[slot])
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(arrived.at[slot])
 
                 @pl.when(i < tile.count)

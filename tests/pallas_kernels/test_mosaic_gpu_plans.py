@@ -189,21 +189,28 @@ def cache(head_dim: int, dtype=jnp.bfloat16) -> KVCache:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_tiling_fits_the_shared_memory(head_dim):
-    wide = {"decode": mosaic_gpu.decode_tiling(cache(head_dim)), "prefill": mosaic_gpu.prefill_tiling(cache(head_dim))}
-    for kernel, tiling in wide.items():
-        pairs, rows = (tiling.pairs, 1) if kernel == "decode" else (1, 2)
-        queries, unit = rows * mosaic_gpu.ROWS * head_dim * 2, 2 * tiling.block * head_dim * 2
-        assert tiling.stages >= (3 if kernel == "decode" else 2)
-        assert pairs * (queries + tiling.stages * unit) <= 232_448 - 2048
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("q_len", [1, 8])
+def test_every_tiling_of_decode_fits_the_shared_memory(head_dim, itemsize, q_len):
+    dtype = jnp.bfloat16 if itemsize == 2 else jnp.float8_e4m3fn
+    tiling, rows = mosaic_gpu.decode_tiling(cache(head_dim, dtype), 8, q_len), 8 * q_len
+    ahead = 2 * tiling.stages * tiling.block * head_dim * itemsize
+    of_rows = rows * (head_dim * 2 + tiling.block * (4 + 2) + 3 * 4)  # queries, scores, weights, three values each
+    widened = tiling.block * head_dim * 2 if itemsize == 1 else 0
+    assert tiling.stages >= (3 if q_len == 1 else 2)
+    assert tiling.pairs * (ahead + of_rows + widened) <= 232_448 - 2048
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_tiling_for_pages_in_float8_fits_the_shared_memory_beside_what_they_become(head_dim):
-    decode = mosaic_gpu.decode_tiling(cache(head_dim, jnp.float8_e4m3fn))
-    rows, position_bytes = mosaic_gpu.ROWS * head_dim * 2, 2 * head_dim * (1 + 2)
-    assert decode.stages >= 2
-    assert decode.pairs * (rows + decode.stages * decode.block * position_bytes) <= 232_448 - 2048
+def test_every_tiling_of_prefill_fits_the_shared_memory(head_dim):
+    tiling = mosaic_gpu.prefill_tiling(cache(head_dim))
+    queries, unit = 2 * mosaic_gpu.ROWS * head_dim * 2, 2 * tiling.block * head_dim * 2
+    assert tiling.stages >= 2
+    assert queries + tiling.stages * unit <= 232_448 - 2048
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_tiling_of_prefill_for_pages_in_float8_fits_beside_what_they_become(head_dim):
     tiling = mosaic_gpu.prefill_tiling(cache(head_dim, jnp.float8_e4m3fn))
     ahead, pages_ahead = prefill.rows_ahead(tiling.block, tiling.stages, head_dim, is_fp8=True)
     assert 1 <= pages_ahead <= tiling.stages
@@ -213,20 +220,20 @@ def test_every_tiling_for_pages_in_float8_fits_the_shared_memory_beside_what_the
 
 
 def test_a_tiling_that_was_measured_in_bfloat16_is_not_taken_for_float8():
-    assert mosaic_gpu.decode_tiling(cache(128)).stages == 3
-    assert mosaic_gpu.decode_tiling(cache(128, jnp.float8_e4m3fn)).stages == 2  # more do not fit
+    assert mosaic_gpu.decode_tiling(cache(128), 8, 1).stages == 3
+    assert mosaic_gpu.decode_tiling(cache(128, jnp.float8_e4m3fn), 8, 1).pairs == 3
 
 
 def test_a_measured_tiling_takes_the_place_of_the_computed_one(monkeypatch):
-    computed = mosaic_gpu.decode_tiling(cache(64))
-    monkeypatch.setitem(mosaic_gpu.TILINGS["decode"], "64", {"block": 32, "pairs": 1, "stages": 5})
-    measured = mosaic_gpu.decode_tiling(cache(64))
-    assert (measured.block, measured.pairs, measured.stages) == (32, 1, 5)
+    computed = mosaic_gpu.decode_tiling(cache(64), 8, 1)
+    monkeypatch.setitem(mosaic_gpu.TILINGS["decode"], "64", {"block": 128, "pairs": 1, "stages": 5})
+    measured = mosaic_gpu.decode_tiling(cache(64), 8, 1)
+    assert (measured.block, measured.pairs, measured.stages) == (128, 1, 5)
     assert (computed.block, computed.pairs) == (64, 2)
     assert mosaic_gpu.prefill_tiling(cache(64)).block == 128
 
 
-@pytest.mark.parametrize(("kernel", "fastest"), [("decode", {"block": 32, "stages": 4, "pairs": 2}), ("prefill", None)])
+@pytest.mark.parametrize(("kernel", "fastest"), [("decode", {"block": 64, "stages": 2, "pairs": 2}), ("prefill", None)])
 def test_what_tuning_writes_is_the_winner_be_it_the_computed_one(monkeypatch, kernel, fastest):
     tried = []
 
@@ -235,7 +242,7 @@ def test_what_tuning_writes_is_the_winner_be_it_the_computed_one(monkeypatch, ke
         return [1.0 if tried[-1] == fastest else 2.0] * 3
 
     monkeypatch.setattr(tune, "seconds", seconds)
-    monkeypatch.setitem(mosaic_gpu.TILINGS, kernel, {"128": {"block": 32, "stages": 2}})
+    monkeypatch.setitem(mosaic_gpu.TILINGS, kernel, {"128": {"block": 64, "stages": 1}})
     assert tune.best(kernel, 128, Console(quiet=True)) == (fastest or {"block": 128, "stages": 2})
     assert tried[0] == mosaic_gpu.computed(kernel, 128)
     assert tried[0] in tried[1:]

@@ -1,0 +1,65 @@
+"""What to tell with a plan: what would make a split fit, and what the figures do not know."""
+
+import dataclasses
+from typing import Any
+
+from jaxserve.plan.splits import Question, SplitPlan, splits_of
+from jaxserve.topologies import TOPOLOGIES
+
+LARGE_MEMORY_FRACTION = 0.95  # of a GPU, that JAX can be asked to allocate
+TPU_LANES = 128  # the innermost dimension of an array is padded to a multiple of it
+
+
+def ways_out(question: Question, splits: list[SplitPlan]) -> list[str]:
+    """Single changes with which the question fits."""
+    found = []
+    most = max(splits, key=lambda split: split.max_batch)
+    if most.max_batch:
+        found.append(f"--batch {most.max_batch} with --context {question.context}")
+    longest = max(splits, key=lambda split: split.max_context)
+    if longest.max_context:
+        found.append(f"--context {longest.max_context} with --batch {question.batch}")
+
+    def fits(**changes: Any) -> bool:
+        return any(split.fits for split in splits_of(dataclasses.replace(question, **changes)))
+
+    options = question.options
+    if options.get("kv_cache_dtype", "auto") == "auto" and fits(options=options | {"kv_cache_dtype": "fp8"}):
+        found.append("--kv-cache-dtype fp8")
+    fixed = ("kv_parallel_size", "tensor_parallel_size")
+    free = {name: value for name, value in options.items() if name not in fixed}
+    if len(free) < len(options) and fits(options=free):
+        found.append("another split: leave --kv-parallel-size and --tensor-parallel-size out")
+    on_gpu = question.topology.device.platform == "gpu"
+    if on_gpu and question.memory_fraction < LARGE_MEMORY_FRACTION and fits(memory_fraction=LARGE_MEMORY_FRACTION):
+        found.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION={LARGE_MEMORY_FRACTION} in the environment of both commands")
+    by_size = sorted(TOPOLOGIES.values(), key=lambda topology: topology.num_devices)
+    same = [t for t in by_size if t.device is question.topology.device]
+    larger = [t for t in same if t.num_devices > question.topology.num_devices]
+    for some in (larger, [t for t in by_size if t not in same]):  # other devices only where more of these are no help
+        if name := next((t.name for t in some if fits(topology=t)), None):
+            return [*found, f"--topology {name}"]
+    return found
+
+
+def notes(question: Question, splits: list[SplitPlan]) -> list[str]:
+    """What stands between these figures and the truth."""
+    topology, found = question.topology, []
+    if topology.num_hosts > 1:
+        found.append(
+            f"{topology.name} has {topology.num_hosts} hosts of {topology.num_devices // topology.num_hosts} devices; "
+            "so far an engine uses the devices of one."
+        )
+    head_dim = question.model.config.head_dim
+    if topology.device.platform == "tpu":
+        found.append("Times on TPUs are estimates: nothing was measured there, and attention is plain XLA so far.")
+        if padding := -head_dim % TPU_LANES:
+            found.append(
+                f"TPUs pad head_dim {head_dim} to {head_dim + padding}: pages take more memory than is counted here, "
+                "and the engine counts no more; leave room with --device-memory-utilization."
+            )
+    elif any(split.num_devices > 2 for split in splits):
+        found.append("Collectives were measured between two GPUs; with more they may take longer.")
+    if any(split.kv_parallel_size > 1 for split in splits):
+        found.append("With kv above 1 the attention of prompts is plain XLA: take its prefill for an upper bound.")
+    return found

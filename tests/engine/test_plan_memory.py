@@ -1,0 +1,43 @@
+"""What a plan says of memory is what the engine then holds, byte for byte."""
+
+import jax
+import pytest
+from meshes import MODELS, OPTIONS, folder_of
+
+from jaxserve import LLM
+from jaxserve.config import DeviceMemory, EngineConfig
+from jaxserve.models import get_model
+from jaxserve.plan import memory_of
+
+FREE = {name: value for name, value in OPTIONS.items() if name != "num_pages"} | {"kv_cache_memory_bytes": 200_000}
+CASES = [  # the sizes divide neither heads nor rows
+    ("dense", 1, 1, {}),
+    ("dense", 2, 2, {"kv_cache_dtype": "fp8"}),
+    ("dense", 1, 8, {}),
+    ("one kv head", 3, 2, {}),
+    ("sliding", 2, 1, {"dtype": "bfloat16"}),
+    ("experts", 1, 4, {}),
+    ("experts", 8, 1, {"kv_cache_dtype": "fp8"}),
+]
+
+
+def held(leaves, device) -> int:
+    return sum(part.data.nbytes for leaf in leaves for part in leaf.addressable_shards if part.device == device)
+
+
+@pytest.mark.parametrize(("name", "kv", "tp", "options"), CASES)
+def test_a_plan_weighs_what_the_engine_holds(tmp_path, name, kv, tp, options):
+    model = folder_of(MODELS[name], tmp_path / "model")
+    options = FREE | options | {"kv_parallel_size": kv, "tensor_parallel_size": tp}
+    planned = memory_of(EngineConfig.of(model, **options), get_model(MODELS[name]), DeviceMemory.here())
+    with LLM(model, **options) as llm:
+        core = llm.llm_engine.core
+        runner, pool = core.runner, core.scheduler.pool
+        pages = [leaf for leaf in jax.tree.leaves(runner.kv) if leaf.ndim == 5]
+        for device in jax.devices()[: kv * tp]:
+            assert held(jax.tree.leaves(runner._params), device) == planned.weights_bytes
+            assert held(pages, device) == planned.pool_bytes
+        assert runner.config.num_pages == planned.num_pages > kv
+        assert pool.num_usable * pool.page_size == planned.num_tokens
+        assert planned.sizes is not None
+        assert runner.config == planned.sizes[1]
