@@ -20,17 +20,19 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from benchmarks._report import Row, report
 from jaxserve.config import RunnerConfig
 from jaxserve.core_types import CoreRequest
+from jaxserve.device import Device
 from jaxserve.engine_core import EngineCore
 from jaxserve.layers.sampler import Sampled
 from jaxserve.multi_process import Follower, Leader
 from jaxserve.output_processor import OutputProcessor
-from jaxserve.runner import Runner, default_shapes
+from jaxserve.runner import Runner
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.scheduler import PagePool, Scheduler, SchedulerConfig, StepPlan, prefill_policy
 from jaxserve.weights.loader import open_tokenizer
@@ -60,23 +62,19 @@ class NullPrograms:
         return self._function
 
 
-class NullRunner(Runner):
-    """A runner without device: packs plans as ever, and samples token 65 + slot % 26."""
+class NullDevice(Device):
+    """Samples token 65 + slot % 26."""
 
-    num_layers = 48
+    model: Any = types.SimpleNamespace(config=types.SimpleNamespace(num_layers=48, vocab_size=49152))
     expert_bytes = 0
 
-    def __init__(self, config: RunnerConfig, leader: Leader | None):
-        self.config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
+    def __init__(self, leader: Leader | None):
         self.leader, self._passed = leader, {}
-        self.shapes = default_shapes(config)
-        self.kv, self._sequences, self._sampling = {}, None, None
-        self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
-        self._spans, self._max_spans, self._warm_up_jobs, self._frontiers = set(), 4096, [], {}
-        self._forward = NullPrograms(lambda params, kv, sequences, *_: (np.zeros(0), np.zeros(0), None, kv, sequences))
-        self._sample = NullPrograms(self._null_sample)
-        self._update_tables = NullPrograms(lambda sequences, rows: sequences)
-        self._start_slots = NullPrograms(lambda sequences, sampling, ints, floats: (sequences, sampling))
+        self.params, self._head, self.kv, self._sequences, self._sampling = {}, {}, {}, None, None
+        self.forward = NullPrograms(lambda params, kv, sequences, *_: (np.zeros(0), np.zeros(0), None, kv, sequences))
+        self.sample = NullPrograms(self._null_sample)
+        self.update_tables = NullPrograms(lambda sequences, rows: sequences)
+        self.start_slots = NullPrograms(lambda sequences, sampling, ints, floats: (sequences, sampling))
 
     @staticmethod
     def _null_sample(head, hidden, rows, sequences, sampling):
@@ -125,7 +123,7 @@ def measure_told(num_processes: int) -> tuple[float, float]:
 
 def follow(port: int, num_processes: int) -> None:
     """As so many processes whose device does nothing, until process 0 ends."""
-    target = types.SimpleNamespace(**dict.fromkeys(dir(Runner), lambda *_: None))
+    target = types.SimpleNamespace(**dict.fromkeys(dir(Device), lambda *_: None))
     followers = [Follower(socket.create_connection(("127.0.0.1", port))) for _ in range(num_processes)]
     with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
         list(pool.map(lambda follower: (follower.follow(target), follower.close()), followers))
@@ -171,7 +169,8 @@ def timed(
         mixed_decode_rows=tuple(sorted({min(rows, config.max_num_seqs) for rows in (16, 64, 256)})),
         prefill_tokens=(config.max_num_batched_tokens,),
     )
-    runner = NullRunner(runner_config, leader)
+    runner = Runner(NullDevice(leader), runner_config)
+    runner._max_spans = 4096  # a CPU's programs are few
     prefill = prefill_policy(config, runner.num_layers, runner.span_rows)
     scheduler = Scheduler(config, PagePool(num_pages=pages, page_size=PAGE_SIZE), prefill=prefill)
     core, outputs = EngineCore(scheduler, runner), OutputProcessor(open_tokenizer("smollm2-135m", revision=None))

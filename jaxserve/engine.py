@@ -11,7 +11,7 @@ import jax
 from jaxserve import multi_process, tracing, weights
 from jaxserve.config import EngineConfig
 from jaxserve.core_types import CoreOutput
-from jaxserve.engine_core import EngineCore, make_runner
+from jaxserve.engine_core import EngineCore, make_device
 from jaxserve.exceptions import ParameterError, RequestError
 from jaxserve.input_processor import InputProcessor, Prompt
 from jaxserve.metrics import StepRecord
@@ -160,9 +160,9 @@ def start_core(config: EngineConfig) -> tuple[weights.LoadedModel, EngineCore]:
 
 
 def _follow(group: multi_process.Follower, config: EngineConfig, loaded: weights.LoadedModel) -> None:
-    runner = make_runner(config, loaded, group.agree(config, loaded.model), None)
-    group.follow(runner)
-    runner.close()
+    device = make_device(config, loaded, group.agree(config, loaded.model), None)
+    group.follow(device)
+    device.close()
 
 
 def load_model(config: EngineConfig) -> weights.LoadedModel:

@@ -12,6 +12,7 @@ import jax
 from jaxserve import weights
 from jaxserve.config import EngineConfig, RunnerConfig, resolve
 from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
+from jaxserve.device import Device
 from jaxserve.exceptions import EngineDeadError, QueueFullError, RequestError
 from jaxserve.grammars import Grammars
 from jaxserve.input_processor import RequestLimits, eos_token_ids
@@ -72,7 +73,7 @@ class EngineCore:
         blocks = config.runtime.warm_up == "blocking"
         if leader is not None:
             leader.agree(config, loaded.model, runner_config)
-        runner = make_runner(config, loaded, runner_config, leader)
+        runner = Runner(make_device(config, loaded, runner_config, leader), runner_config)
         if leader is not None:
             leader.wait()
         prefill = prefill_policy(scheduler_config, runner.num_layers, runner.span_rows)
@@ -164,8 +165,8 @@ class EngineCore:
         """
         self._check_alive()
         try:
-            if self.runner.leader is not None:
-                self.runner.leader.check()
+            if self.runner.device.leader is not None:
+                self.runner.device.leader.check()
             outputs = self._read(down_to=self._depth)  # what an interrupted step left
             outputs += self._release_held()
             now = time.monotonic()
@@ -264,7 +265,7 @@ class EngineCore:
         return bool(self._in_flight) or self.scheduler.has_unfinished() or self._lost()
 
     def _lost(self) -> bool:
-        leader = self.runner.leader
+        leader = self.runner.device.leader
         return leader is not None and leader.has_lost and self._cause_of_death is None
 
     def reset_prefix_cache(self) -> bool:
@@ -357,11 +358,11 @@ def _warm_up_layered(prefill: LayeredPrefill, runner: Runner, *, block: bool) ->
     runner.compile_spans(cohorts, block=block)
 
 
-def make_runner(
+def make_device(
     config: EngineConfig, loaded: weights.LoadedModel, sizes: RunnerConfig, leader: Leader | None
-) -> Runner:
+) -> Device:
     threads = min(8, num_cpus()) if config.runtime.warm_up == "blocking" else 1  # one has to do beside running steps
-    return Runner(
+    return Device(
         loaded.model, loaded.params, sizes, kv_dtype=config.kv_dtype, num_compile_threads=threads, leader=leader
     )
 

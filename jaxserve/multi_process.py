@@ -1,7 +1,7 @@
 """One engine over the devices of several processes, one a host.
 
-How this works. Each process has its devices, loads its share of the model and makes a `Runner`; together they are one
-mesh. Process 0 schedules and has the requests. Whatever its runner is about to run (a method under
+How this works. Each process has its devices, loads its share of the model and makes a `Device`; together they are one
+mesh. Process 0 schedules and has the requests. Whatever its device is about to run (a method under
 `on_all_processes`) it first tells the others, with the same numpy arrays, and they run the same programs in the same
 order. Results are the same on all ranks, so nothing comes back. What decides about programs (which are ready, how large
 the cache is) is decided by process 0.
@@ -123,7 +123,7 @@ class Leader:
         self._send(_ENCODE(Terms(described(config, model), runner)))
 
     def wait(self) -> None:
-        """Until all others have their model and their runner. Raises EngineDeadError when one has died."""
+        """Until all others have their model on their devices. Raises EngineDeadError when one has died."""
         for _ in self._peers:
             while not self._ready.acquire(timeout=0.1):
                 self._death.check()
@@ -137,9 +137,9 @@ class Leader:
             peer.send(message)
         self._death.check()
 
-    def hold(self, runner: object) -> None:
-        """Once a process has died, nothing of the runner is freed any more."""
-        self._death.mourners.append(runner)
+    def hold(self, device: object) -> None:
+        """Once a process has died, nothing of `device` is freed any more."""
+        self._death.mourners.append(device)
 
     def check(self) -> None:
         """Raises EngineDeadError when a process has died."""
