@@ -30,8 +30,9 @@ from jax.experimental import multihost_utils
 from jaxserve.config import EngineConfig, ParallelOptions, RunnerConfig
 from jaxserve.exceptions import EngineDeadError
 from jaxserve.executables import code_and_versions
-from jaxserve.peers import TOKEN_BYTES, Death, Heart, Peer, accept, connect
+from jaxserve.peers import TOKEN_BYTES, Death, Heart, Peer, accept, at_most, connect
 
+MEET_S = 300.0  # for all processes to come to the first collective, which waits for them
 CLOSE_S = 10.0  # for the other processes to end with process 0
 POLL_S = 5e-5  # between two looks at results that are on their way
 NOTE_BYTES = 512
@@ -276,7 +277,8 @@ def join(options: ParallelOptions) -> Leader | Follower | None:
         raise ValueError("several processes make one engine once; start them all again for another one")
     _met.append(True)
     try:
-        return _meet(address)
+        with at_most(MEET_S, f"the processes have not met in {MEET_S:g} s"):
+            return _meet(address)
     except jax.errors.JaxRuntimeError as error:
         raise EngineDeadError(f"the processes have not met: {error}") from error
 

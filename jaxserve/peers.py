@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxserve.exceptions import EngineDeadError
 
@@ -76,6 +76,18 @@ class Death:
 def _cut_off(reason: str) -> None:
     print(f"jaxserve: this process cannot go on and is ended, since {reason}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+@contextlib.contextmanager
+def at_most(seconds: float, reason: str) -> Iterator[None]:
+    """Cuts this process off when what is inside takes longer."""
+    timer = threading.Timer(seconds, _cut_off, [reason])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _leave_for_sure() -> None:

@@ -126,6 +126,12 @@ def test_a_process_that_is_stuck_after_a_death_is_cut_off():
     )
 
 
+def test_what_takes_too_long_is_cut_off_and_nothing_else():
+    within = "with peers.at_most(0.2, 'nobody came'): pass\ntime.sleep(0.5)"
+    code, err = end_of(f"{within}\nwith peers.at_most(0.2, 'they have not met'): time.sleep(60)")
+    assert (code, err) == (1, "jaxserve: this process cannot go on and is ended, since they have not met\n")
+
+
 def test_a_process_that_heard_of_a_death_goes_on_but_its_end_is_not_held_up():
     stuck = "import atexit; atexit.register(time.sleep, 60)"
     heard = "try: death.check()\nexcept Exception: time.sleep(1.5); print('heard')"
