@@ -1,6 +1,7 @@
 """What a user may set, by consumer, and how "auto" becomes numbers."""
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 import jax
@@ -71,20 +72,38 @@ class CacheOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How many devices share the model: the product of both, the first ones that JAX finds.
+    """How many devices share the model: the product of both sizes, the first ones that JAX finds.
 
     Weights are split over all of them. Tensor parallelism also splits the KV cache by heads, as far as there are KV
     heads; KV parallelism splits it by pages, so that it holds more, and long contexts are read by all devices at once.
+
+    The devices may be those of several processes, one a host. All are started with the same options and their number;
+    process 0 has the requests, and in the others an engine's constructor ends the process when process 0 has ended.
     """
 
     tensor_parallel_size: int = 1
     kv_parallel_size: int = 1
+    coordinator_address: str | None = None  # "host:port" of process 0; auto = as jax.distributed.initialize() finds out
+    num_processes: int | None = None  # with a host:port
+    process_id: int | None = None  # with a host:port; 0 has the requests
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "kv_parallel_size"):
             if getattr(self, name) is None:
                 raise ParameterError(name, None, "an integer >= 1")
             _at_least(name, getattr(self, name), 1, 2**16)
+        address = self.coordinator_address
+        if address in (None, "auto"):
+            for name in ("num_processes", "process_id"):
+                if getattr(self, name) is not None:
+                    raise ParameterError(name, getattr(self, name), "left out without a coordinator_address host:port")
+            return
+        if not isinstance(address, str) or not re.fullmatch(r".+:\d{1,5}", address):
+            raise ParameterError("coordinator_address", address, "None, auto, or host:port of process 0")
+        if self.num_processes is None or self.process_id is None:
+            raise ParameterError("coordinator_address", address, "given with num_processes and process_id")
+        _at_least("num_processes", self.num_processes, 1, 2**16)
+        _at_least("process_id", self.process_id, 0, self.num_processes - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jaxserve.sharding.heads import NONE, HeadLayout, rows_of_heads
+from jaxserve.sharding.mesh import put
 from jaxserve.sharding.rules import Axes, spec_of
 
 
@@ -34,7 +35,7 @@ class Placement:
         take = _take_numpy if isinstance(leaf, np.ndarray) else _take
         for axis, rows in self.order.items():
             leaf = take(leaf, rows, axis)
-        return jax.device_put(leaf, self.sharding, may_alias=True)
+        return put(leaf, self.sharding)
 
 
 def _take_numpy(leaf: Any, rows: np.ndarray, axis: int) -> np.ndarray:

@@ -497,7 +497,7 @@ def test_a_closed_engine_gives_its_memory_back(make_llm):
     before = live()
     llm = make_llm(num_pages=512)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    kv = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.llm_engine.core.runner.kv))
+    kv = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.llm_engine.core.runner.device.kv))
     assert live() - before > kv
     llm.close()
     assert live() - before < kv / 8

@@ -74,7 +74,7 @@ def test_a_larger_program_stands_in_until_what_steps_asked_for_is_waited_for(mak
     while len(engine.step()) < 1:
         pass
     engine.core.runner.wait_for_programs()
-    assert engine.core.runner._forward.is_ready(decode)
+    assert engine.core.runner.device.forward.is_ready(decode)
     llm.close()
 
 
