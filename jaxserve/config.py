@@ -12,7 +12,7 @@ from jaxserve.models.base import ModelConfig
 from jaxserve.scheduler.config import SchedulerConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-KV_CACHE_DTYPES = {"fp8": jnp.float8_e4m3fn, "fp8_e4m3": jnp.float8_e4m3fn}
+KV_CACHE_DTYPES = {"fp8": jnp.float8_e4m3fn}
 CPU_KV_CACHE_BYTES = 1 << 30
 
 
@@ -53,7 +53,7 @@ class CacheOptions:
 
     page_size: int | None = None  # tokens; None = 16 on CPU, 64 elsewhere
     num_pages: int | None = None  # in all, overrides what memory would allow (tests force pre-emption with it)
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"  # auto = the model's; fp8 holds twice the tokens
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"  # auto = the model's; fp8 holds twice the tokens
     kv_cache_memory_bytes: int | None = None  # of each device; None = from device_memory_utilization; 1 GiB on CPU
     device_memory_utilization: float = 0.9  # share for weights and pool together
     enable_prefix_caching: bool = True

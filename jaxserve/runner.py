@@ -277,7 +277,7 @@ class Runner:
         return [(shape, min(self._try(shape) for _ in range(3))) for shape in self.shapes]
 
     def _try(self, shape: StepShape) -> float:
-        """Seconds of a step in this program, sampling included; before the first request.
+        """Seconds of a step in this program, with sampling where it may sample; before the first request.
 
         Decode rows are padding, which reads no keys and values and picks no experts; prompts are made up and belong to
         the dummy slot.
@@ -288,12 +288,14 @@ class Runner:
         ints[b + t + s :] = 0
         ints[b + t + 2 * s :] = np.arange(s + 1) * (t // max(s, 1))
         self.device.forward.get(shape)
-        key, _ = self.device.sample.get(SampleShape(rows=shape.sample_rows, features=SamplingFeatures(random=True)))
-        rows = np.full(shape.sample_rows, self._dummy, np.int32)
+        key = SampleShape(rows=shape.sample_rows, features=SamplingFeatures(random=True))
+        if shape.may_sample:
+            key, _ = self.device.sample.get(key)
         start = time.perf_counter()
-        self.device.run_forward(shape, -1, ints, None, (), None)
-        token_ids = self.device.run_sample(key, rows).token_ids
-        self.device.read([token_ids], lambda: jax.block_until_ready(token_ids))
+        result, _, _ = self.device.run_forward(shape, -1, ints, None, (), None)
+        if shape.may_sample:
+            result = self.device.run_sample(key, np.full(shape.sample_rows, self._dummy, np.int32)).token_ids
+        self.device.read([result], lambda: jax.block_until_ready(result))
         return time.perf_counter() - start
 
     def wait_for_programs(self) -> None:

@@ -50,6 +50,10 @@ class StepShape:
         return self.span is not None and self.span[0] > 0
 
     @property
+    def may_sample(self) -> bool:
+        return self.decode_rows > 0 or self.completes
+
+    @property
     def sample_rows(self) -> int:
         """R: a power of two, so that few sample programs serve all shapes."""
         rows = self.decode_rows + (self.prefill_seqs if self.completes else 0)

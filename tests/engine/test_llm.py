@@ -477,8 +477,10 @@ def test_request_metrics_are_in_order(llm):
     assert times == sorted(times)
 
 
-def test_nothing_compiles_in_a_step_after_warm_up(make_llm):
-    llm = make_llm(warm_up="blocking", max_num_batched_tokens=32)
+@pytest.mark.parametrize("prefill", ["chunked", "layered"])
+def test_nothing_compiles_in_a_step_after_warm_up(make_llm, prefill):
+    llm = make_llm(warm_up="blocking", max_num_batched_tokens=32, prefill=prefill)
+    assert llm.get_metrics()["jaxserve:num_stalls"] == 0
     params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=2, presence_penalty=0.1)
     llm.generate([[5] * n for n in (1, 30, 60, 7)], [GREEDY, params, GREEDY, params], use_tqdm=False)
     assert llm.get_metrics()["jaxserve:num_stalls"] == 0
