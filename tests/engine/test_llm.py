@@ -477,9 +477,11 @@ def test_request_metrics_are_in_order(llm):
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("prefill", ["chunked", "layered"])
-def test_nothing_compiles_in_a_step_after_warm_up(make_llm, prefill):
-    llm = make_llm(warm_up="blocking", max_num_batched_tokens=32, prefill=prefill)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"prefill": "layered", "target_tbt_ms": 1e-3}, marks=pytest.mark.full)]
+)
+def test_nothing_compiles_in_a_step_after_warm_up(make_llm, options):
+    llm = make_llm(warm_up="blocking", max_num_batched_tokens=32, **options)
     assert llm.get_metrics()["jaxserve:num_stalls"] == 0
     params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=2, presence_penalty=0.1)
     llm.generate([[5] * n for n in (1, 30, 60, 7)], [GREEDY, params, GREEDY, params], use_tqdm=False)
