@@ -219,7 +219,7 @@ class Worker:
         """Makes them an operand, `[block, H]`; the threads have to meet before it is used."""
         plgpu.barrier_wait(self.v_arrived(slot))
         if self.wide_smem is not None:
-            widen(self.v_smem.at[slot], self.wide_smem)
+            widen(self.v_smem.at[slot], self.wide_smem, plgpu.Layout.WGMMA)
 
         @pl.when((unit.at + 1) * self.block > unit.kv_len)
         def _():
