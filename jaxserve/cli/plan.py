@@ -13,7 +13,7 @@ from jaxserve.cli.output import readable, show
 if TYPE_CHECKING:
     from jaxserve.plan import Plan, SplitPlan
 
-DOES_NOT_FIT = 2
+NOTHING_FITS = 3
 EVERY = "every power of two that fits the topology"
 PLAN_OPTIONS = {
     "model": ENGINE_OPTIONS["model"]._replace(
@@ -51,7 +51,7 @@ def plan(
         show(as_dict(found, asked), "plan", as_json=True)
     else:
         _print(found, asked)
-    return 0 if found.best else DOES_NOT_FIT
+    return 0 if found.best else NOTHING_FITS
 
 
 def _memory_fraction(environment: Mapping[str, str]) -> float:
@@ -86,6 +86,8 @@ def _print(plan: "Plan", asked: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from jaxserve.plan.splits import DEFAULT_MAX_NUM_SEQS
+
     console, topology = Console(), plan.topology
     console.print(
         f"{asked['model']} on {topology.name}: {topology.num_devices} x {topology.device.name}, of each "
@@ -102,7 +104,8 @@ def _print(plan: "Plan", asked: Mapping[str, Any]) -> None:
     best = plan.best
     if best:
         sizes = f"--kv-parallel-size {best.kv_parallel_size} --tensor-parallel-size {best.tensor_parallel_size}"
-        console.print(f"Best: {sizes}", highlight=False)
+        many = f" --max-num-seqs {best.max_num_seqs}" if best.max_num_seqs > DEFAULT_MAX_NUM_SEQS else ""
+        console.print(f"Best: {sizes}{many}", highlight=False)
     else:
         console.print("Nothing fits. What would:" if plan.ways_out else "Nothing fits.", highlight=False)
         for way in plan.ways_out:

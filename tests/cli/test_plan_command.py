@@ -54,16 +54,27 @@ def test_json_holds_what_was_asked_and_every_split(run):
     assert best["tpot_ms"] == min(split["tpot_ms"] for split in plan["splits"] if split["fits"])
     assert sum(best["tpot_parts_ms"].values()) == pytest.approx(best["tpot_ms"])
     assert plan["ways_out"] == []
-    assert any("4 hosts of 4 devices" in note for note in plan["notes"])
+    assert any(
+        "4 hosts of 4 devices; a split over more than 4 devices needs one process" in note for note in plan["notes"]
+    )
+
+
+@pytest.mark.parametrize(("batch", "said"), [(256, ""), (257, " --max-num-seqs 257")])
+def test_a_batch_beyond_the_default_needs_more_slots(run, batch, said):
+    arguments = (*LLAMA, "--topology", "h200", "--context", "128", "--batch", str(batch))
+    _, out, _, _ = run(*arguments)
+    assert f"\nBest: --kv-parallel-size 1 --tensor-parallel-size 1{said}\n" in out
+    _, out, _, _ = run(*arguments, "--json")
+    assert json.loads(out)["splits"][0]["max_num_seqs"] == batch
 
 
 def test_where_nothing_fits_it_says_what_would(run):
     arguments = (*LLAMA, "--topology", "v5e-1", "--context", "4096")
     code, out, _, _ = run(*arguments)
-    assert code == 2
+    assert code == 3
     assert "Nothing fits. What would:\n- --topology v5e-4\n" in out
     code, out, _, _ = run(*arguments, "--json")
-    assert code == 2
+    assert code == 3
     assert json.loads(out)["ways_out"] == ["--topology v5e-4"]
 
 
