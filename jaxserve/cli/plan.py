@@ -95,9 +95,9 @@ def _print(plan: "Plan", asked: Mapping[str, Any]) -> None:
         highlight=False,
     )
     table = Table(box=None, pad_edge=False)
-    for name in ("kv x tp", "weights", "KV pool", "reserve", "pages", "tokens", "fits", "TPOT", "prefill"):
+    for name in ("kv x tp", "weights", "state", "pool", "reserve", "pages", "tokens", "fits", "TPOT", "prefill"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("", "GiB", "GiB", "GiB", "", "", "", "ms", "tok/s", style="dim")
+    table.add_row("", "GiB", "GiB", "GiB", "GiB", "", "", "", "ms", "tok/s", style="dim")
     for split in plan.splits:
         table.add_row(*_cells(split), style="bold green" if split is plan.best else None)
     console.print(table)
@@ -118,6 +118,7 @@ def _cells(split: "SplitPlan") -> list[str]:
     return [
         f"{split.kv_parallel_size} x {split.tensor_parallel_size}",
         _gib(split.weights_bytes),
+        _gib(split.state_bytes),
         _gib(split.pool_bytes),
         _gib(split.reserve_bytes),
         f"{split.num_pages:,}",

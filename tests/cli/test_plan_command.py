@@ -27,9 +27,11 @@ def test_people_see_every_column_in_full(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _, _ = run(*LLAMA, "--topology", "h200x8", "--context", "120000", "--batch", "16")
     assert code == 0
-    assert re.search(r"kv x tp +weights +KV pool +reserve +pages +tokens +fits +TPOT +prefill", out)
+    assert re.search(r"kv x tp +weights +state +pool +reserve +pages +tokens +fits +TPOT +prefill", out)
     assert "…" not in out
-    assert re.search(r"^ *2 x 4 +\d\.\d +\d+\.\d +10\.5 +[\d,]+ +[\d,]+ +yes +[\d.]+ +[\d,]+ *$", out, re.MULTILINE)
+    assert re.search(
+        r"^ *2 x 4 +\d\.\d +0\.2 +\d+\.\d +10\.5 +[\d,]+ +[\d,]+ +yes +[\d.]+ +[\d,]+ *$", out, re.MULTILINE
+    )
     assert "Collectives were measured between two GPUs" in out
 
 
