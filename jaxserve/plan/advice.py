@@ -45,10 +45,9 @@ def notes(question: Question, splits: list[SplitPlan]) -> list[str]:
     """What stands between these figures and the truth."""
     topology, found = question.topology, []
     if topology.num_hosts > 1:
-        a_host = topology.num_devices // topology.num_hosts
         found.append(
-            f"{topology.name} has {topology.num_hosts} hosts of {a_host} devices; a split over more than {a_host} "
-            "devices needs one process on each of its hosts, started as docs/mesh.md says."
+            f"{topology.name} has {topology.num_hosts} hosts of {topology.devices_a_host} devices; a split over all "
+            f"{topology.num_devices} takes one process on each host, started as docs/mesh.md says."
         )
     head_dim = question.model.config.head_dim
     if topology.device.platform == "tpu":

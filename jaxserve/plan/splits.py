@@ -65,11 +65,11 @@ def splits_of(question: Question) -> Iterator[SplitPlan]:
 
 
 def _sizes(question: Question) -> list[tuple[int, int]]:
-    """(kv, tp), by the number of devices."""
-    limit = question.topology.num_devices
+    """(kv, tp) that the topology can run, by the number of devices."""
+    topology = question.topology
     kv, tp = (question.options.get(name) for name in ("kv_parallel_size", "tensor_parallel_size"))
-    powers = [1 << i for i in range(limit.bit_length())]
-    found = [(k, t) for k in ([kv] if kv else powers) for t in ([tp] if tp else powers) if k * t <= limit]
+    powers = [1 << i for i in range(topology.num_devices.bit_length())]
+    found = [(k, t) for k in ([kv] if kv else powers) for t in ([tp] if tp else powers) if topology.can_run(k * t)]
     return sorted(found, key=lambda sizes: (sizes[0] * sizes[1], sizes[0]))
 
 

@@ -47,6 +47,17 @@ def test_a_size_that_is_given_is_kept():
     assert sizes(plan("smollm2-135m", "h200x8", context=128, batch=1, kv_parallel_size=8)) == [(8, 1)]
 
 
+def test_a_split_is_within_one_host_or_over_all():
+    """An engine of several processes uses the devices of all."""
+    found = plan("smollm2-135m", "v5e-32", context=128, batch=1)
+    assert {split.num_devices for split in found.splits} == {1, 2, 4, 32}
+    assert sizes(plan("smollm2-135m", "v5e-16", context=128, batch=1, tensor_parallel_size=8)) == [(2, 8)]
+    assert sizes(plan("smollm2-135m", "v5e-16", context=128, batch=1, tensor_parallel_size=3)) == [(1, 3)]
+    message = r"no split with {'tensor_parallel_size': 6} suits v5e-16: an engine uses up to 4 devices .* or all 16"
+    with pytest.raises(ValueError, match=message):
+        plan("smollm2-135m", "v5e-16", context=128, batch=1, tensor_parallel_size=6)
+
+
 def test_a_pool_fills_what_the_weights_and_the_reserve_leave():
     split = only("llama-3.1-8b", "h200", context=1000, batch=1)
     memory, page = int(H200.memory_bytes * 0.75), 64 * 2 * 32 * 8 * 128 * 2
@@ -86,7 +97,7 @@ def test_kv_ranks_multiply_tokens_and_copies_of_heads_do_not():
               ((1, 1), (1, 2), (8, 1))}  # fmt: skip
     assert tokens[1, 2] > 2 * tokens[1, 1]
     assert tokens[8, 1] > 8 * tokens[1, 1]
-    wide = [only("qwen3-30b-a3b", "v6e-16", 1, tp, context=1, batch=1) for tp in (4, 8, 16)]  # 4 KV heads
+    wide = [only("qwen3-30b-a3b", f"v6e-{tp}", 1, tp, context=1, batch=1) for tp in (4, 8, 16)]  # 4 KV heads
     per_token = [split.pool_bytes / split.num_tokens for split in wide]
     assert per_token == pytest.approx([48 * 2 * 128 * 2] * 3, rel=0.01)  # one head each
 
@@ -190,7 +201,7 @@ def test_notes_say_what_the_figures_do_not_know():
     assert "pad head_dim" not in said("llama-3.1-8b", "v5e-8")
     assert "TPUs pad head_dim 64 to 128" in said("smollm2-135m", "v5e-8")
     assert "hosts" not in said("llama-3.1-8b", "v5e-8")
-    assert "v5p-16 has 2 hosts of 4 devices; a split over more than 4 devices needs one process on each" in said(
+    assert "v5p-16 has 2 hosts of 4 devices; a split over all 8 takes one process on each" in said(
         "llama-3.1-8b", "v5p-16"
     )
     assert "0.58 of the time" in " ".join(plan("llama-3.1-8b", "h200", context=1, batch=1, kv_cache_dtype="fp8").notes)
