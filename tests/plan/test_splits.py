@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from test_roofline import MISTRAL
 
 from jaxserve.exceptions import ParameterError, WeightsError
 from jaxserve.layers.sampler import init_sampling, init_sequences
@@ -14,8 +15,6 @@ from jaxserve.plan.planner import MAX_BATCH
 from jaxserve.topologies import H200
 from jaxserve.weights.dummy import SHAPES
 
-MISTRAL = SHAPES["llama-3.1-8b"] | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
-MISTRAL = {name: value for name, value in MISTRAL.items() if name != "rope_scaling"}
 SIZE = {"tensor_parallel_size", "kv_parallel_size"}
 
 
