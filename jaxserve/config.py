@@ -1,6 +1,7 @@
 """What a user may set, by consumer, and how "auto" becomes numbers."""
 
 import dataclasses
+import functools
 import re
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.exceptions import ParameterError
+from jaxserve.layers.sampler import init_sampling, init_sequences
 from jaxserve.models.base import ModelConfig
 from jaxserve.scheduler.config import SchedulerConfig
 
@@ -46,16 +48,17 @@ class ModelOptions:
 class CacheOptions:
     """The KV pool.
 
-    On an accelerator it takes `device_memory_utilization` of what JAX may allocate, less the weights. The rest is the
-    reserve for activations, logits and the sampler's state. JAX may allocate three quarters of a GPU, unless
-    XLA_PYTHON_CLIENT_MEM_FRACTION is set to more before it starts.
+    On an accelerator it takes `device_memory_utilization` of what JAX may allocate, less the weights and the state of
+    `max_num_seqs` slots, which has some 5 bytes a slot for each token of the vocabulary. The rest is the reserve for
+    activations and logits. JAX may allocate three quarters of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set to
+    more before it starts.
     """
 
     page_size: int | None = None  # tokens; None = 16 on CPU, 64 elsewhere
     num_pages: int | None = None  # in all, overrides what memory would allow (tests force pre-emption with it)
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"  # auto = the model's; fp8 holds twice the tokens
     kv_cache_memory_bytes: int | None = None  # of each device; None = from device_memory_utilization; 1 GiB on CPU
-    device_memory_utilization: float = 0.9  # share for weights and pool together
+    device_memory_utilization: float = 0.9  # share for weights, state of slots and pool together
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -211,7 +214,7 @@ class DeviceMemory:
 
 
 class NoRoomError(ValueError):
-    """The weights leave no memory for a KV pool."""
+    """The weights and the state of the slots leave no memory for a KV pool."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,8 +266,7 @@ def resolve(
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size
-    page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
-    num_pages = _num_pages(config.cache, page_bytes, params_bytes, device, ranks)
+    num_pages = _num_pages(config, model, max_num_seqs, page_size, params_bytes, device)
     max_model_len = _max_model_len(config, model, num_pages - ranks, page_size)
     if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
         budget = max(budget, max_model_len)
@@ -309,6 +311,16 @@ def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype_bytes
 
 
+@functools.lru_cache(maxsize=256)  # a plan asks for the same ones again and again
+def state_bytes(max_num_seqs: int, max_pages: int, vocab_size: int) -> int:
+    """Of what each device keeps for the slots beside the KV pool: their page tables and what the sampler knows."""
+
+    def state() -> tuple:
+        return init_sequences(max_num_seqs, max_pages), init_sampling(max_num_seqs, vocab_size)
+
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(state)))
+
+
 def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
     sizes = [smallest]
     while sizes[-1] < budget:
@@ -316,7 +328,10 @@ def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, device: DeviceMemory, num_ranks: int) -> int:
+def _num_pages(
+    config: EngineConfig, model: ModelConfig, max_num_seqs: int, page_size: int, params_bytes: int, device: DeviceMemory
+) -> int:
+    cache, num_ranks = config.cache, config.parallel.kv_parallel_size
     if cache.num_pages is not None:
         if cache.num_pages % num_ranks or cache.num_pages < 2 * num_ranks:
             raise ValueError(
@@ -324,16 +339,21 @@ def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, device: 
                 f"{cache.num_pages}; give {max(2, -(-cache.num_pages // num_ranks)) * num_ranks}"
             )
         return cache.num_pages
-    budget = cache.kv_cache_memory_bytes
+    page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
+    budget, left_after = cache.kv_cache_memory_bytes, f"{params_bytes} bytes of weights"
     if budget is None and device.on_cpu:
         budget = CPU_KV_CACHE_BYTES
     elif budget is None:
         limit = int(device.limit_bytes * cache.device_memory_utilization)
         budget = limit - max(params_bytes, device.in_use_bytes)
+        longest = config.model.max_model_len or model.max_position_embeddings
+        max_pages = min(-(-longest // page_size), max(0, budget) // page_bytes * num_ranks)
+        state = state_bytes(max_num_seqs, max_pages, model.vocab_size)
+        budget, left_after = budget - state, f"{left_after} and {state} of state for {max_num_seqs} sequences"
     if budget < 2 * page_bytes:
         raise NoRoomError(
-            f"no room for a KV pool: {budget} bytes are left after {params_bytes} bytes of weights, a page takes "
-            f"{page_bytes}; raise device_memory_utilization or kv_cache_memory_bytes"
+            f"no room for a KV pool: {max(0, budget)} bytes are left after {left_after}, a page takes "
+            f"{page_bytes}; raise device_memory_utilization or kv_cache_memory_bytes, or lower max_num_seqs"
         )
     return budget // page_bytes * num_ranks
 

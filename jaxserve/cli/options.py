@@ -42,7 +42,9 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     "kv_cache_dtype": Opt(
         str, "auto for the model's dtype; fp8 (e4m3) halves the KV cache's bytes a token.", unset="auto"
     ),
-    "device_memory_utilization": Opt(float, "Share of JAX's device memory for weights and KV pool.", unset="0.9"),
+    "device_memory_utilization": Opt(
+        float, "Share of JAX's device memory for weights, state and KV pool.", unset="0.9"
+    ),
     "kv_cache_memory_bytes": Opt(
         int, "Bytes of the KV cache on each device.", unset="1 GiB on CPU, what the weights leave elsewhere"
     ),
