@@ -29,7 +29,7 @@ from jaxserve.scheduler import (
     prefill_policy,
 )
 from jaxserve.scheduler.step_time import StepWork
-from jaxserve.sharding.mesh import bytes_a_device
+from jaxserve.sharding.mesh import bytes_per_device
 from jaxserve.step_future import StepFuture
 
 
@@ -66,7 +66,7 @@ class EngineCore:
             ValueError: the options do not fit the model or the machine.
         """
         vocab_size = loaded.model.config.vocab_size
-        params_bytes = sum(map(bytes_a_device, jax.tree.leaves(loaded.params)))
+        params_bytes = sum(bytes_per_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(loaded.params))
         scheduler_config, runner_config = resolve(config, loaded.model.config, params_bytes=params_bytes)
         blocks = config.runtime.warm_up == "blocking"
         threads = min(8, num_cpus()) if blocks else 1  # beside running steps one thread has to do

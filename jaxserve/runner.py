@@ -366,7 +366,8 @@ class Runner:
         layers = self._params["layers"]
         layers = layers.values() if isinstance(layers, dict) else layers
         experts = [(layer["gate_up"], layer["down"]) for layer in layers]
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) // (config.num_layers * config.num_experts)
+        num_experts = jax.tree.leaves(experts)[0].shape[-3]  # a multiple of the ranks
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) // (config.num_layers * num_experts)
 
     @property
     def num_layers(self) -> int:
