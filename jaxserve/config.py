@@ -37,7 +37,7 @@ class ModelOptions:
         _one_of("quantization", self.quantization, (None, "int8"))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _at_least("max_model_len", self.max_model_len, 2)
-        _at_least("max_logprobs", self.max_logprobs, -1)
+        _at_least("max_logprobs", self.max_logprobs, -1, optional=False)
 
     @property
     def jax_dtype(self) -> Any:
@@ -92,9 +92,7 @@ class ParallelOptions:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "kv_parallel_size"):
-            if getattr(self, name) is None:
-                raise ParameterError(name, None, "an integer >= 1")
-            _at_least(name, getattr(self, name), 1, 2**16)
+            _at_least(name, getattr(self, name), 1, 2**16, optional=False)
         address = self.coordinator_address
         if address in (None, "auto"):
             for name in ("num_processes", "process_id"):
@@ -139,7 +137,7 @@ class SchedulerOptions:
         if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
             raise ParameterError("target_tbt_ms", target, "None or a number of milliseconds above 0")
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, optional=False)
         _flag("enable_chunked_prefill", self.enable_chunked_prefill)
         _flag("scheduler_reserve_full_isl", self.scheduler_reserve_full_isl)
         if not isinstance(self.watermark, int | float) or not 0.0 <= self.watermark < 1.0:
@@ -385,10 +383,11 @@ def _flag(name: str, value: object) -> None:
         raise ParameterError(name, value, "True or False")
 
 
-def _at_least(name: str, value: int | None, low: int, high: int = 2**31 - 1) -> None:
-    if value is None:
+def _at_least(name: str, value: int | None, low: int, high: int = 2**31 - 1, *, optional: bool = True) -> None:
+    if value is None and optional:
         return
+    none = "None or " if optional else ""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ParameterError(name, value, f"None or an integer >= {low}")
+        raise ParameterError(name, value, f"{none}an integer >= {low}")
     if value > high:
-        raise ParameterError(name, value, f"None or at most {high}")
+        raise ParameterError(name, value, f"{none}at most {high}")

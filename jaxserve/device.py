@@ -212,7 +212,8 @@ class Device:
         layers = self.params["layers"]
         layers = layers.values() if isinstance(layers, dict) else layers
         experts = [(layer["gate_up"], layer["down"]) for layer in layers]
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) // (config.num_layers * config.num_experts)
+        num_experts = jax.tree.leaves(experts)[0].shape[-3]  # a multiple of the ranks
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) // (config.num_layers * num_experts)
 
     @property
     def tables(self) -> tuple[Programs, ...]:

@@ -31,7 +31,7 @@ from jaxserve.scheduler import (
     prefill_policy,
 )
 from jaxserve.scheduler.step_time import StepWork
-from jaxserve.sharding.mesh import bytes_a_device
+from jaxserve.sharding.mesh import bytes_per_device
 from jaxserve.step_future import StepFuture
 
 
@@ -68,7 +68,7 @@ class EngineCore:
             ValueError: the options do not fit the model or the machine.
         """
         vocab_size = loaded.model.config.vocab_size
-        params_bytes = sum(map(bytes_a_device, jax.tree.leaves(loaded.params)))
+        params_bytes = sum(bytes_per_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(loaded.params))
         scheduler_config, runner_config = resolve(config, loaded.model.config, params_bytes=params_bytes)
         blocks = config.runtime.warm_up == "blocking"
         if leader is not None:

@@ -62,8 +62,9 @@ def put(tree: Any, place: Sharding | None) -> Any:
     return jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index]), tree)
 
 
-def bytes_a_device(leaf: jax.Array) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def bytes_per_device(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) -> int:
+    """What an array of this shape and dtype, padding included, takes on each device; None = it is on one device."""
+    return math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
 
 
 def on_ranks(mesh: Mesh | None, function: Callable, specs: Callable[[], tuple[Any, Any]]) -> Callable:

@@ -20,7 +20,7 @@ from jaxserve.models import Model, ModelConfig
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.sharding.mesh import abstract_mesh
 from jaxserve.weights.checkpoint import LeafPath
-from jaxserve.weights.loader import bytes_a_device
+from jaxserve.weights.loader import param_bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Memory:
 @functools.lru_cache(maxsize=256)  # a plan asks for the same split on several topologies
 def _of_a_rank(model: Model, dtype: Any, kv: int, tp: int) -> tuple[ModelConfig, dict[LeafPath, int]]:
     mesh = abstract_mesh(kv, tp)
-    return model.config_on(mesh), bytes_a_device(model, dtype, mesh)
+    return model.config_on(mesh), param_bytes_per_device(model, dtype, mesh)
 
 
 def memory_of(config: EngineConfig, model: Model, device: DeviceMemory) -> Memory:

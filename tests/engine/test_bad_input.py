@@ -248,6 +248,7 @@ BAD_OPTIONS = [
     ({"max_num_seqs": 65}, "max_num_seqs"),
     ({"max_num_seqs": 0}, "max_num_seqs must be None or an integer >= 1"),
     ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be None or an integer >= 1"),
+    ({"max_logprobs": None}, "max_logprobs must be an integer >= -1, got None"),
     ({"async_scheduling": "no"}, "async_scheduling must be True or False"),
     ({"enable_prefix_caching": 0}, "enable_prefix_caching must be True or False"),
 ]

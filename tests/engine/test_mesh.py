@@ -139,7 +139,7 @@ def test_each_device_holds_its_share(llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be None or an integer >= 1, got 0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer >= 1, got 0"),
         ({"kv_parallel_size": None}, "kv_parallel_size must be an integer >= 1, got None"),
         ({"tensor_parallel_size": 16}, "needs 16 devices, got 8 .*; lower one of them"),
         ({"kv_parallel_size": 4, "num_pages": 401}, "multiple of kv_parallel_size 4 .*, got 401; give 404"),

@@ -227,7 +227,7 @@ def test_a_note_says_that_windows_save_nothing_over_kv(tmp_path):
         ({"batch": MAX_BATCH + 1}, "batch must be .*, got 8193"),
         ({"memory_fraction": float("nan")}, r"memory_fraction must be in \(0, 1\], got nan"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be None or an integer >= 1, got 0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer >= 1, got 0"),
         ({"tensor_parallel_size": 16}, "tensor_parallel_size 16 needs 16 devices, h200x2 has 2; lower one of them"),
         ({"device_memory_utilization": 1.5}, r"device_memory_utilization must be in \(0, 1\], got 1.5"),
         ({"model": "llama-9"}, "'llama-9' does not exist; expected a file, a folder, .* llama-3.1-8b"),
