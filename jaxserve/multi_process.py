@@ -267,6 +267,7 @@ def join(options: ParallelOptions) -> Leader | Follower | None:
     address = options.coordinator_address
     if address is not None and not jax.distributed.is_initialized():
         jax.config.update("jax_enable_recoverability", True)  # else JAX aborts this process when another one has died
+        jax.config.update("jax_enable_preemption_service", False)  # else JAX keeps SIGTERM for itself
         if address == "auto":
             jax.distributed.initialize()
         else:

@@ -127,10 +127,12 @@ def test_several_processes_compose_with(pair_of, model, options):
 
 
 @pytest.mark.full
-def test_a_killed_process_ends_the_engine_with_its_name(pair_of):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_process_ends_the_engine_with_its_name(pair_of, number):
     pair = pair_of()
     assert pair.hear() == "ready"
-    pair.processes[1].kill()
+    pair.processes[1].send_signal(number)
+    assert pair.end_of(1)[0] == -number
     assert pair.ask("greedy").startswith("process 1 is gone: ")
     code, err = pair.end_of(0)
     assert code != 0
@@ -194,6 +196,26 @@ def test_the_commands_of_the_documentation_serve_and_end_together(tiny_model):
     outputs = [process.communicate()[0] for process in processes]
     watch.cancel()
     assert [process.returncode for process in processes] == [0, 0], outputs
+
+
+@pytest.mark.full
+def test_a_batch_over_two_processes_is_one_shard(tiny_model, tmp_path):
+    rows = [{"custom_id": str(i), "prompt": "The quick", "max_tokens": 3} for i in range(3)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-c", "from jaxserve import cli; cli.main()", "batch", "in.jsonl", "out.jsonl"]
+    command += ["--model", tiny_model, "--dtype", "float32", "--max-model-len", "64", "--tensor-parallel-size", "2"]
+    command += ["--coordinator-address", address, "--num-processes", "2", "--process-id"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
+    processes = [subprocess.Popen([*command, str(i)], env=environment, cwd=tmp_path) for i in range(2)]
+    watch = threading.Timer(TOO_LONG_S, lambda: [process.kill() for process in processes])
+    watch.start()
+    assert [process.wait() for process in processes] == [0, 0]
+    watch.cancel()
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [answer["custom_id"] for answer in answers] == ["0", "1", "2"]
 
 
 def test_what_several_processes_cannot_be_is_refused(monkeypatch):
