@@ -99,7 +99,7 @@ class ParallelOptions:
                 if getattr(self, name) is not None:
                     raise ParameterError(name, getattr(self, name), "left out without a coordinator_address host:port")
             return
-        if not isinstance(address, str) or not re.fullmatch(r".+:\d{1,5}", address):
+        if not _is_address(address):
             raise ParameterError("coordinator_address", address, "None, auto, or host:port of process 0")
         if self.num_processes is None or self.process_id is None:
             raise ParameterError("coordinator_address", address, "given with num_processes and process_id")
@@ -381,6 +381,14 @@ def _one_of(name: str, value: object, known: tuple) -> None:
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ParameterError(name, value, "True or False")
+
+
+def _is_address(value: object) -> bool:
+    """Whether it is host:port, with an IPv6 host in brackets."""
+    if not isinstance(value, str):
+        return False
+    found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[\w.-]+):(\d{1,5})", value, re.ASCII | re.IGNORECASE)
+    return found is not None and 0 < int(found[2]) < 2**16
 
 
 def _at_least(name: str, value: int | None, low: int, high: int = 2**31 - 1, *, optional: bool = True) -> None:

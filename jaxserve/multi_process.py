@@ -27,12 +27,13 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxserve import rendezvous
 from jaxserve.config import EngineConfig, ParallelOptions, RunnerConfig
 from jaxserve.exceptions import EngineDeadError
 from jaxserve.executables import code_and_versions
 from jaxserve.peers import TOKEN_BYTES, Death, Heart, Peer, accept, at_most, connect
 
-MEET_S = 300.0  # for all processes to come to the first collective, which waits for them
+MEET_S = 300.0  # for all processes to come, and then to the first collective, which waits for them
 CLOSE_S = 10.0  # for the other processes to end with process 0
 POLL_S = 5e-5  # between two looks at results that are on their way
 NOTE_BYTES = 512
@@ -262,7 +263,8 @@ def join(options: ParallelOptions) -> Leader | Follower | None:
 
     Raises:
         EngineDeadError: not all have come.
-        ValueError: an engine of several processes was here before: the others have ended with it.
+        ValueError: these are not the processes that belong together, or an engine of several processes was here before:
+            the others have ended with it.
     """
     address = options.coordinator_address
     if address is not None and not jax.distributed.is_initialized():
@@ -271,6 +273,9 @@ def join(options: ParallelOptions) -> Leader | Follower | None:
         if address == "auto":
             jax.distributed.initialize()
         else:
+            assert options.num_processes is not None
+            assert options.process_id is not None
+            rendezvous.meet(address, options.num_processes, options.process_id, MEET_S)
             jax.distributed.initialize(address, options.num_processes, options.process_id)
     if jax.process_count() == 1:
         return None

@@ -232,9 +232,9 @@ def test_what_several_processes_cannot_be_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"coordinator_address": "here"},
-            "coordinator_address must be None, auto, or host:port of process 0, got 'here'",
+        *(
+            ({"coordinator_address": address}, "coordinator_address must be None, auto, or host:port of process 0, got")
+            for address in ("here", "a:0", "a:99999", "[::1:9911", "http://x:80", "\u00e9:80", "::1:80", 80)
         ),
         ({"coordinator_address": "a:1"}, "coordinator_address must be given with num_processes and process_id"),
         ({"num_processes": 2}, "num_processes must be left out without a coordinator_address host:port, got 2"),
