@@ -112,13 +112,17 @@ def tuned(kernel: str, head_dim: int, itemsize: int = 2, rows: int = FEWEST) -> 
 
 
 def computed(kernel: str, head_dim: int, itemsize: int = 2, rows: int = FEWEST) -> dict[str, int]:
-    """Decode: two workers a multiprocessor, three where pages in float8 give them more to do and few rows leave the
-    registers for it, one where two would have too few units ahead; and the units that then fit. Prefill: the largest
-    block whose scores and output share the registers of a warpgroup, and the next one ahead.
+    """Decode: two workers a multiprocessor; one where two would have too few units ahead or registers; three where
+    pages in float8 give them more to do and few rows leave the registers for it; and the units that then fit. Prefill:
+    the largest block whose scores and output share the registers of a warpgroup, and the next one ahead.
     """
     if kernel == "prefill":
         return {"block": 128 if head_dim <= 128 else 64, "stages": 2}
-    pairs = 1 if head_dim > 128 else 3 if (itemsize, rows) == (1, FEWEST) else 2
+    pairs = 2
+    if head_dim > 128 or (itemsize == 1 and rows > 32):
+        pairs = 1
+    elif (itemsize, rows) == (1, FEWEST):
+        pairs = 3
     choices = [{"block": 64, "pairs": pairs, "stages": stages} for stages in range(1, 17)]
     sizes = [shared_bytes(kernel, head_dim, **choice, itemsize=itemsize, rows=rows) for choice in choices]
     return [choice for choice, size in zip(choices, sizes, strict=True) if size <= SHARED_MEMORY_BYTES][-1]
