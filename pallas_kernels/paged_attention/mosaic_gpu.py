@@ -75,11 +75,12 @@ def paged_attention(
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
     scoring = Scoring(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window)
-    kernel, tiling = (prefill, prefill_tiling(kv))
-    if isinstance(work, decode_work.Work):
-        kernel, tiling = (decode, decode_tiling(kv, q.shape[1], batch.max_q_len))
-    operand = q if kv.k.dtype == q.dtype else _as_wide(q)
-    out, lse = kernel.paged_attention(operand, kv, layer, batch, scoring, tiling, work, interpret=interpret)
+    given = (q if kv.k.dtype == q.dtype else _as_wide(q), kv, layer, batch, scoring)
+    if isinstance(work, prefill_work.Work):
+        out, lse = prefill.paged_attention(*given, prefill_tiling(kv), work, interpret=interpret)
+    else:
+        tiling = decode_tiling(kv, q.shape[1], batch.max_q_len)
+        out, lse = decode.paged_attention(*given, tiling, work, interpret=interpret)
     return out.astype(q.dtype), lse
 
 

@@ -165,7 +165,7 @@ class Worker:
         decay = jnp.exp2(before - maximum)
         weights = jnp.exp2(scores * to_log2 - over(self.own_rows(unit, maximum, jnp.inf), scores))
         total = total * decay + weights.sum(axis=1)
-        out = self.add_values(unit, slot, out, weights, decay)
+        out = self.add_values(slot, out, weights, decay)
 
         @pl.when(ends)
         def _():
@@ -236,7 +236,7 @@ class Worker:
             seen &= position >= end - self.options.scoring.sliding_window
         return jnp.where(seen, scores, -jnp.inf)
 
-    def add_values(self, unit: Unit, slot: Array, out: Array, weights: Array, decay: Array) -> Array:
+    def add_values(self, slot: Array, out: Array, weights: Array, decay: Array) -> Array:
         """What the outputs have decayed to, and the values of this unit, weighted."""
         self.weights_smem[...] = weights.astype(self.weights_smem.dtype)
         self.decay_smem[...] = decay
