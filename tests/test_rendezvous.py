@@ -50,10 +50,10 @@ def test_one_process_meets_itself(address):
 
 
 def test_who_is_missing_is_named(together, address):
-    calls = together((address, 4, 0, 1.0), (address, 4, 2, 1.5))
-    with pytest.raises(EngineDeadError, match=r"^2 of 4 processes have come to 127.* in 1 s; missing: 1, 3$"):
+    calls = together((address, 4, 0, 2.0), (address, 4, 2, 4.0))
+    with pytest.raises(EngineDeadError, match=r"^2 of 4 processes have come to 127.* in 2 s; missing: 1, 3$"):
         calls[0].result(LONG_S)
-    with pytest.raises(EngineDeadError, match=r"^process 0 has not called all together at 127.* in 1.5 s$"):
+    with pytest.raises(EngineDeadError, match=r"^process 0 has not called all together at 127.* in 4 s$"):
         calls[1].result(LONG_S)
 
 
@@ -77,16 +77,20 @@ def test_the_address_is_taken_or_of_another_host(address):
 
 def test_who_does_not_belong_is_told_and_harms_nobody(together, address):
     (leader,) = together((address, 3, 0, LONG_S))
-    first = together((address, 3, 1, LONG_S))
-    for stranger in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\xff" * 1000, b"jaxserve 7 of 3\n"):
-        with listening(address) as connection:
-            connection.sendall(stranger)
-    with pytest.raises(ValueError, match="process_id 1 is taken: each process needs its own"):
-        together((address, 3, 1, LONG_S))[0].result(LONG_S)
-    with pytest.raises(ValueError, match="process 0 was started with num_processes 3, this is 1 of 2"):
-        together((address, 2, 1, LONG_S))[0].result(LONG_S)
-    assert not leader.done()
-    for call in [leader, *first, *together((address, 3, 2, LONG_S))]:
+    with listening(address) as first:  # connected before the second that says the same
+        first.sendall(rendezvous.HELLO.format(process_id=1, num_processes=3).encode())
+        for stranger in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\xff" * 1000, b"jaxserve 7 of 3\n"):
+            with listening(address) as connection:
+                connection.sendall(stranger)
+        with pytest.raises(ValueError, match="process_id 1 is taken: each process needs its own"):
+            rendezvous.meet(address, 3, 1, LONG_S)
+        with pytest.raises(ValueError, match="process 0 was started with num_processes 3, this is 1 of 2"):
+            rendezvous.meet(address, 2, 1, LONG_S)
+        assert not leader.done()
+        last = together((address, 3, 2, LONG_S))
+        first.settimeout(LONG_S)
+        assert first.makefile().readline() == f"{rendezvous.GO}\n"
+    for call in [leader, *last]:
         call.result(LONG_S)
 
 
