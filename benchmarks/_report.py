@@ -17,7 +17,7 @@ class Row:
     name: str
     value: float
     unit: str
-    target: float  # the must: of `ratio` where there is a peer, else of `value`
+    target: float | None = None  # the must: of `ratio` where there is a peer, else of `value`; None = nothing to reach
     peer: float | None = None
     stretch: float | None = None  # likewise
     lower_is_better: bool = False
@@ -30,7 +30,9 @@ class Row:
         return self.peer / self.value if self.lower_is_better else self.value / self.peer
 
     @property
-    def met(self) -> bool:
+    def met(self) -> bool | None:
+        if self.target is None:
+            return None
         if self.ratio is not None:
             return bool(self.ratio >= self.target)
         return bool(self.value <= self.target if self.lower_is_better else self.value >= self.target)

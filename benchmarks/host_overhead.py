@@ -6,24 +6,33 @@ that return at once. Reported for short and long contexts, since host time must 
     schedule + build   Scheduler.schedule, and Runner.dispatch and sample, which pack the plan
     commit + outputs   the rest of the step: reading the tokens, the commit, detokenising, a DELTA output a sequence
 
-The layered case has prompts of 8,192 tokens besides, which pass 48 layers in 16 groups, with more of them waiting.
+The layered case has prompts of 8,192 tokens besides, which pass 48 layers in 16 groups, with more of them waiting. In
+the cases "told" 1 or 15 other processes are told of each step over loopback (`jaxserve.multi_process`).
 
     python -m benchmarks.host_overhead
 """
 
+import concurrent.futures
+import socket
 import statistics
+import subprocess
+import sys
 import time
+import types
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from benchmarks._report import Row, report
 from jaxserve.config import RunnerConfig
 from jaxserve.core_types import CoreRequest
+from jaxserve.device import Device
 from jaxserve.engine_core import EngineCore
 from jaxserve.layers.sampler import Sampled
+from jaxserve.multi_process import Follower, Leader
 from jaxserve.output_processor import OutputProcessor
-from jaxserve.runner import Runner, default_shapes
+from jaxserve.runner import Runner
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.scheduler import PagePool, Scheduler, SchedulerConfig, StepPlan, prefill_policy
 from jaxserve.weights.loader import open_tokenizer
@@ -36,6 +45,9 @@ class HostArray(np.ndarray):
     def copy_to_host_async(self) -> None:
         pass
 
+    def is_ready(self) -> bool:
+        return True
+
 
 class NullPrograms:
     """Compiled programs that cover every key and do nothing."""
@@ -46,23 +58,23 @@ class NullPrograms:
     def get(self, key):
         return key, self._function
 
+    def exact(self, key):
+        return self._function
 
-class NullRunner(Runner):
-    """A runner without device: packs plans as ever, and samples token 65 + slot % 26."""
 
-    num_layers = 48
+class NullDevice(Device):
+    """Samples token 65 + slot % 26."""
+
+    model: Any = types.SimpleNamespace(config=types.SimpleNamespace(num_layers=48, vocab_size=49152))
     expert_bytes = 0
 
-    def __init__(self, config: RunnerConfig):
-        self.config, self._params, self._head, self._dummy = config, {}, {}, config.max_num_seqs
-        self.shapes = default_shapes(config)
-        self.kv, self._sequences, self._sampling = {}, None, None
-        self._flags = np.zeros(config.max_num_seqs + 1, np.uint8)
-        self._spans, self._max_spans, self._warm_up_jobs, self._frontiers = set(), 4096, [], {}
-        self._forward = NullPrograms(lambda params, kv, sequences, *_: (np.zeros(0), np.zeros(0), None, kv, sequences))
-        self._sample = NullPrograms(self._null_sample)
-        self._update_tables = NullPrograms(lambda sequences, rows: sequences)
-        self._start_slots = NullPrograms(lambda sequences, sampling, ints, floats: (sequences, sampling))
+    def __init__(self, leader: Leader | None):
+        self.leader, self._passed = leader, {}
+        self.params, self._head, self.kv, self._sequences, self._sampling = {}, {}, {}, None, None
+        self.forward = NullPrograms(lambda params, kv, sequences, *_: (np.zeros(0), np.zeros(0), None, kv, sequences))
+        self.sample = NullPrograms(self._null_sample)
+        self.update_tables = NullPrograms(lambda sequences, rows: sequences)
+        self.start_slots = NullPrograms(lambda sequences, sampling, ints, floats: (sequences, sampling))
 
     @staticmethod
     def _null_sample(head, hidden, rows, sequences, sampling):
@@ -86,14 +98,35 @@ class Stopwatch:
         return wrapped
 
 
-def measure(context_len: int) -> tuple[float, float]:
+def measure(context_len: int, leader: Leader | None = None) -> tuple[float, float]:
     """Median milliseconds of (schedule + build, commit + outputs) at `context_len` tokens a sequence."""
     max_model_len = context_len + NUM_STEPS + 8
     scheduler_config = SchedulerConfig(
         max_num_seqs=NUM_SEQS, max_num_batched_tokens=64 * context_len, max_model_len=max_model_len
     )
     sequences = [core_request(i, [i] * context_len, NUM_STEPS + 4) for i in range(NUM_SEQS)]
-    return timed(scheduler_config, sequences, lambda plan: len(plan.decode) == NUM_SEQS)
+    return timed(scheduler_config, sequences, lambda plan: len(plan.decode) == NUM_SEQS, leader)
+
+
+def measure_told(num_processes: int) -> tuple[float, float]:
+    """As `measure`, where that many other processes, here over loopback, are told of each step."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"from benchmarks.host_overhead import follow; follow({port}, {num_processes})"
+        others = subprocess.Popen([sys.executable, "-c", code])
+        leader = Leader({i + 1: server.accept()[0] for i in range(num_processes)})
+    found = measure(128, leader)
+    leader.close()
+    others.wait()
+    return found
+
+
+def follow(port: int, num_processes: int) -> None:
+    """As so many processes whose device does nothing, until process 0 ends."""
+    target = types.SimpleNamespace(**dict.fromkeys(dir(Device), lambda *_: None))
+    followers = [Follower(socket.create_connection(("127.0.0.1", port))) for _ in range(num_processes)]
+    with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
+        list(pool.map(lambda follower: (follower.follow(target), follower.close()), followers))
 
 
 def measure_layered(num_prompts: int = 24, prompt_len: int = 8192) -> tuple[float, float]:
@@ -117,7 +150,12 @@ def core_request(seq_id: int, prompt: list[int], num_tokens: int) -> CoreRequest
     return CoreRequest(seq_id=seq_id, prompt_token_ids=prompt, params=params, eos_token_ids=[])
 
 
-def timed(config: SchedulerConfig, requests: list[CoreRequest], counts: Callable[[StepPlan], bool]):
+def timed(
+    config: SchedulerConfig,
+    requests: list[CoreRequest],
+    counts: Callable[[StepPlan], bool],
+    leader: Leader | None = None,
+):
     """Median milliseconds of (schedule + build, commit + outputs) of the steps that count, and have all sequences."""
     lens = [len(request.prompt_token_ids) + (request.params.max_tokens or 0) for request in requests]
     pages = sum(-(-length // PAGE_SIZE) for length in lens) + 1
@@ -131,7 +169,8 @@ def timed(config: SchedulerConfig, requests: list[CoreRequest], counts: Callable
         mixed_decode_rows=tuple(sorted({min(rows, config.max_num_seqs) for rows in (16, 64, 256)})),
         prefill_tokens=(config.max_num_batched_tokens,),
     )
-    runner = NullRunner(runner_config)
+    runner = Runner(NullDevice(leader), runner_config)
+    runner._max_spans = 4096  # a CPU's programs are few
     prefill = prefill_policy(config, runner.num_layers, runner.span_rows)
     scheduler = Scheduler(config, PagePool(num_pages=pages, page_size=PAGE_SIZE), prefill=prefill)
     core, outputs = EngineCore(scheduler, runner), OutputProcessor(open_tokenizer("smollm2-135m", revision=None))
@@ -160,6 +199,8 @@ def main() -> None:
         ("128", measure(128)),
         ("32768", measure(32768)),
         ("layered", measure_layered()),
+        ("told_1", measure_told(1)),
+        ("told_15", measure_told(15)),
     ):
         for name, value, target in (
             ("schedule", build_ms, SCHEDULE_TARGET_MS),

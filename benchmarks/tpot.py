@@ -33,15 +33,14 @@ from benchmarks._report import Row, report
 from jaxserve import LLM, SamplingParams
 
 VOCAB_SIZE, NUM_STEPS = 128_000, 64
+Goals = tuple[float, float, float]  # peer, must, stretch
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     batch: int
     context: int
-    peer_ms: float
-    must_ms: float
-    stretch_ms: float
+    goals_ms: Goals | None  # None: no peer was measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,8 @@ class Shape:
     suffix: str  # of the names of rows
     max_model_len: int
     cases: tuple[Case, ...]
-    prefill: tuple[float, float, float]  # tok/s: peer, must, stretch
-    start: tuple[float, float, float]  # seconds with an empty compile cache
+    prefill: Goals | None  # tok/s
+    start: Goals | None  # seconds with an empty compile cache
 
 
 LLAMA = Shape(
@@ -61,12 +60,12 @@ LLAMA = Shape(
     suffix="",
     max_model_len=121_000,
     cases=(
-        Case(1, 128, 4.77, 4.4, 4.2),
-        Case(16, 128, 5.05, 4.6, 4.3),
-        Case(64, 1024, 7.73, 7.0, 6.6),
-        Case(256, 1024, 18.8, 16.0, 14.5),
-        Case(8, 32_000, 12.9, 12.3, 12.0),
-        Case(1, 120_000, 8.34, 8.1, 7.9),
+        Case(1, 128, (4.77, 4.4, 4.2)),
+        Case(16, 128, (5.05, 4.6, 4.3)),
+        Case(64, 1024, (7.73, 7.0, 6.6)),
+        Case(256, 1024, (18.8, 16.0, 14.5)),
+        Case(8, 32_000, (12.9, 12.3, 12.0)),
+        Case(1, 120_000, (8.34, 8.1, 7.9)),
     ),
     prefill=(43_200, 43_200, 47_000),
     start=(92.0, 45.0, 25.0),
@@ -76,11 +75,11 @@ QWEN = Shape(
     suffix="_qwen3_30b",
     max_model_len=33_000,
     cases=(
-        Case(1, 128, 4.31, 4.0, 3.2),
-        Case(16, 128, 12.5, 12.0, 10.5),
-        Case(64, 1024, 18.9, 18.3, 16.5),
-        Case(256, 1024, 26.7, 25.0, 22.0),
-        Case(1, 32_000, 5.08, 4.7, 4.0),
+        Case(1, 128, (4.31, 4.0, 3.2)),
+        Case(16, 128, (12.5, 12.0, 10.5)),
+        Case(64, 1024, (18.9, 18.3, 16.5)),
+        Case(256, 1024, (26.7, 25.0, 22.0)),
+        Case(1, 32_000, (5.08, 4.7, 4.0)),
     ),
     prefill=(67_600, 67_600, 67_600),
     start=(120.0, 120.0, 120.0),
@@ -89,14 +88,15 @@ SHAPES = {shape.name: shape for shape in (LLAMA, QWEN)}
 LLAMA_ON_TWO = dataclasses.replace(  # beside vLLM with tensor_parallel_size 2 and its one-shot all-reduce
     LLAMA,
     cases=(
-        Case(1, 128, 3.50, 3.9, 3.3),
-        Case(16, 128, 3.69, 4.1, 3.5),
-        Case(64, 1024, 5.03, 5.5, 4.8),
-        Case(256, 1024, 11.3, 12.0, 10.5),
-        Case(8, 32_000, 7.76, 8.3, 7.4),
-        Case(1, 120_000, 5.39, 5.8, 5.1),
+        Case(1, 128, (3.50, 3.9, 3.3)),
+        Case(16, 128, (3.69, 4.1, 3.5)),
+        Case(64, 1024, (5.03, 5.5, 4.8)),
+        Case(256, 1024, (11.3, 12.0, 10.5)),
+        Case(8, 32_000, (7.76, 8.3, 7.4)),
+        Case(1, 120_000, (5.39, 5.8, 5.1)),
     ),
     prefill=(64_000, 64_000, 71_200),
+    start=None,
 )
 REST_S = 1.0  # before each call: seconds of prefill heat the card, and the next seconds are up to 3 % slower
 
@@ -151,8 +151,22 @@ def decode_s(llm: LLM, case: Case) -> float:
     return elapsed / NUM_STEPS
 
 
-def against(goals: tuple[float, float, float], *, lower_is_better: bool = False) -> dict[str, Any]:
+def on_mesh(shape: Shape, kv: int, tp: int) -> Shape:
+    """The shape with what the peer reached on as many GPUs, if it was measured."""
+    if kv * tp == 1:
+        return shape
+    if shape is LLAMA and kv * tp == 2:
+        shape = LLAMA_ON_TWO
+    else:
+        cases = tuple(dataclasses.replace(case, goals_ms=None) for case in shape.cases)
+        shape = dataclasses.replace(shape, cases=cases, prefill=None, start=None)
+    return dataclasses.replace(shape, suffix=f"{shape.suffix}_kv{kv}_tp{tp}")
+
+
+def against(goals: Goals | None, *, lower_is_better: bool = False) -> dict[str, Any]:
     """Peer, must and stretch as a row has them: as ratios to the peer."""
+    if goals is None:
+        return {}
     peer, *others = goals
     target, stretch = (peer / other if lower_is_better else other / peer for other in others)
     return {"peer": peer, "target": target, "stretch": stretch}
@@ -160,7 +174,7 @@ def against(goals: tuple[float, float, float], *, lower_is_better: bool = False)
 
 def measure(llm: LLM, case: Case, shape: Shape) -> list[Row]:
     name = f"tpot{shape.suffix}_{case.batch}x{case.context}"
-    goals = against((case.peer_ms, case.must_ms, case.stretch_ms), lower_is_better=True)
+    goals = against(case.goals_ms, lower_is_better=True)
     how = {"unit": "ms", "lower_is_better": True, **goals}
     repeats = range(max(1, min(8, 2**17 // (case.batch * case.context))))
     decode = min(decode_s(llm, case) for _ in repeats)
@@ -208,11 +222,8 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--kv-parallel-size", type=int, default=1)
     options = parser.parse_args()
-    shape = SHAPES[options.model]
     kv, tp = options.kv_parallel_size, options.tensor_parallel_size
-    if kv * tp > 1:
-        shape = LLAMA_ON_TWO if shape is LLAMA and kv * tp == 2 else shape
-        shape = dataclasses.replace(shape, suffix=f"{shape.suffix}_kv{kv}_tp{tp}")
+    shape = on_mesh(SHAPES[options.model], kv, tp)
     card = card_rows()
     began = time.perf_counter()
     cache = {} if options.cache is None else {"compilation_cache_dir": options.cache}
@@ -222,12 +233,14 @@ def main() -> None:
     print({name: round(value, 2) for name, value in llm.get_metrics().items() if "start_" in name}, flush=True)
     start = against(shape.start, lower_is_better=True)
     rows = [*card, Row(name=f"start{shape.suffix}", value=started, unit="s", lower_is_better=True, **start)]
-    with llm:
-        for case in shape.cases:
-            if not options.only or f"{case.batch}x{case.context}" in options.only:
-                rows += measure(llm, case, shape)
-                print(*(f"{row.name} {row.value:.4g} {row.unit} ({row.met})" for row in rows[-3:]), flush=True)
-    report(rows, save=options.save and options.save / f"tpot{shape.suffix}.jsonl")
+    try:
+        with llm:
+            for case in shape.cases:
+                if not options.only or f"{case.batch}x{case.context}" in options.only:
+                    rows += measure(llm, case, shape)
+                    print(*(f"{row.name} {row.value:.4g} {row.unit} ({row.met})" for row in rows[-3:]), flush=True)
+    finally:  # an interrupt leaves what is measured
+        report(rows, save=options.save and options.save / f"tpot{shape.suffix}.jsonl")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class AsyncLLM:
     Raises:
         TypeError: an unknown option.
         EngineDeadError: the engine could not start; the message says why.
+        SystemExit: with `coordinator_address`, in other processes than 0, which it serves until that one has ended.
     """
 
     def __init__(self, model: str, **options: Any):

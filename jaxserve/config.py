@@ -1,17 +1,20 @@
 """What a user may set, by consumer, and how "auto" becomes numbers."""
 
 import dataclasses
+import functools
+import re
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.exceptions import ParameterError
+from jaxserve.layers.sampler import init_sampling, init_sequences
 from jaxserve.models.base import ModelConfig
 from jaxserve.scheduler.config import SchedulerConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-KV_CACHE_DTYPES = {"fp8": jnp.float8_e4m3fn, "fp8_e4m3": jnp.float8_e4m3fn}
+KV_CACHE_DTYPES = {"fp8": jnp.float8_e4m3fn}
 CPU_KV_CACHE_BYTES = 1 << 30
 
 
@@ -34,7 +37,7 @@ class ModelOptions:
         _one_of("quantization", self.quantization, (None, "int8"))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _at_least("max_model_len", self.max_model_len, 2)
-        _at_least("max_logprobs", self.max_logprobs, -1)
+        _at_least("max_logprobs", self.max_logprobs, -1, optional=False)
 
     @property
     def jax_dtype(self) -> Any:
@@ -45,16 +48,17 @@ class ModelOptions:
 class CacheOptions:
     """The KV pool.
 
-    On an accelerator it takes `device_memory_utilization` of what JAX may allocate, less the weights. The rest is the
-    reserve for activations, logits and the sampler's state. JAX may allocate three quarters of a GPU, unless
-    XLA_PYTHON_CLIENT_MEM_FRACTION is set to more before it starts.
+    On an accelerator it takes `device_memory_utilization` of what JAX may allocate, less the weights and the state of
+    `max_num_seqs` slots, which has some 5 bytes a slot for each token of the vocabulary. The rest is the reserve for
+    activations and logits. JAX may allocate three quarters of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set to
+    more before it starts.
     """
 
     page_size: int | None = None  # tokens; None = 16 on CPU, 64 elsewhere
     num_pages: int | None = None  # in all, overrides what memory would allow (tests force pre-emption with it)
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"  # auto = the model's; fp8 holds twice the tokens
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"  # auto = the model's; fp8 holds twice the tokens
     kv_cache_memory_bytes: int | None = None  # of each device; None = from device_memory_utilization; 1 GiB on CPU
-    device_memory_utilization: float = 0.9  # share for weights and pool together
+    device_memory_utilization: float = 0.9  # share for weights, state of slots and pool together
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -71,20 +75,36 @@ class CacheOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How many devices share the model: the product of both, the first ones that JAX finds.
+    """How many devices share the model: the product of both sizes, the first ones that JAX finds.
 
     Weights are split over all of them. Tensor parallelism also splits the KV cache by heads, as far as there are KV
     heads; KV parallelism splits it by pages, so that it holds more, and long contexts are read by all devices at once.
+
+    The devices may be those of several processes, one a host. All are started with the same options and their number;
+    process 0 has the requests, and in the others an engine's constructor ends the process when process 0 has ended.
     """
 
     tensor_parallel_size: int = 1
     kv_parallel_size: int = 1
+    coordinator_address: str | None = None  # "host:port" of process 0; auto = as jax.distributed.initialize() finds out
+    num_processes: int | None = None  # with a host:port
+    process_id: int | None = None  # with a host:port; 0 has the requests
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "kv_parallel_size"):
-            if getattr(self, name) is None:
-                raise ParameterError(name, None, "an integer >= 1")
-            _at_least(name, getattr(self, name), 1, 2**16)
+            _at_least(name, getattr(self, name), 1, 2**16, optional=False)
+        address = self.coordinator_address
+        if address in (None, "auto"):
+            for name in ("num_processes", "process_id"):
+                if getattr(self, name) is not None:
+                    raise ParameterError(name, getattr(self, name), "left out without a coordinator_address host:port")
+            return
+        if not _is_address(address):
+            raise ParameterError("coordinator_address", address, "None, auto, or host:port of process 0")
+        if self.num_processes is None or self.process_id is None:
+            raise ParameterError("coordinator_address", address, "given with num_processes and process_id")
+        _at_least("num_processes", self.num_processes, 1, 2**16)
+        _at_least("process_id", self.process_id, 0, self.num_processes - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +137,7 @@ class SchedulerOptions:
         if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
             raise ParameterError("target_tbt_ms", target, "None or a number of milliseconds above 0")
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, optional=False)
         _flag("enable_chunked_prefill", self.enable_chunked_prefill)
         _flag("scheduler_reserve_full_isl", self.scheduler_reserve_full_isl)
         if not isinstance(self.watermark, int | float) or not 0.0 <= self.watermark < 1.0:
@@ -192,7 +212,7 @@ class DeviceMemory:
 
 
 class NoRoomError(ValueError):
-    """The weights leave no memory for a KV pool."""
+    """The weights and the state of the slots leave no memory for a KV pool."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,8 +264,7 @@ def resolve(
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size
-    page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
-    num_pages = _num_pages(config.cache, page_bytes, params_bytes, device, ranks)
+    num_pages = _num_pages(config, model, max_num_seqs, page_size, params_bytes, device)
     max_model_len = _max_model_len(config, model, num_pages - ranks, page_size)
     if not options.enable_chunked_prefill and options.max_num_batched_tokens is None:
         budget = max(budget, max_model_len)
@@ -290,6 +309,16 @@ def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype_bytes
 
 
+@functools.lru_cache(maxsize=256)  # a plan asks for the same ones again and again
+def state_bytes(max_num_seqs: int, max_pages: int, vocab_size: int) -> int:
+    """Of what each device keeps for the slots beside the KV pool: their page tables and what the sampler knows."""
+
+    def state() -> tuple:
+        return init_sequences(max_num_seqs, max_pages), init_sampling(max_num_seqs, vocab_size)
+
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(state)))
+
+
 def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
     sizes = [smallest]
     while sizes[-1] < budget:
@@ -297,7 +326,10 @@ def _prefill_buckets(smallest: int, budget: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, device: DeviceMemory, num_ranks: int) -> int:
+def _num_pages(
+    config: EngineConfig, model: ModelConfig, max_num_seqs: int, page_size: int, params_bytes: int, device: DeviceMemory
+) -> int:
+    cache, num_ranks = config.cache, config.parallel.kv_parallel_size
     if cache.num_pages is not None:
         if cache.num_pages % num_ranks or cache.num_pages < 2 * num_ranks:
             raise ValueError(
@@ -305,16 +337,21 @@ def _num_pages(cache: CacheOptions, page_bytes: int, params_bytes: int, device: 
                 f"{cache.num_pages}; give {max(2, -(-cache.num_pages // num_ranks)) * num_ranks}"
             )
         return cache.num_pages
-    budget = cache.kv_cache_memory_bytes
+    page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
+    budget, left_after = cache.kv_cache_memory_bytes, f"{params_bytes} bytes of weights"
     if budget is None and device.on_cpu:
         budget = CPU_KV_CACHE_BYTES
     elif budget is None:
         limit = int(device.limit_bytes * cache.device_memory_utilization)
         budget = limit - max(params_bytes, device.in_use_bytes)
+        longest = config.model.max_model_len or model.max_position_embeddings
+        max_pages = min(-(-longest // page_size), max(0, budget) // page_bytes * num_ranks)
+        state = state_bytes(max_num_seqs, max_pages, model.vocab_size)
+        budget, left_after = budget - state, f"{left_after} and {state} of state for {max_num_seqs} sequences"
     if budget < 2 * page_bytes:
         raise NoRoomError(
-            f"no room for a KV pool: {budget} bytes are left after {params_bytes} bytes of weights, a page takes "
-            f"{page_bytes}; raise device_memory_utilization or kv_cache_memory_bytes"
+            f"no room for a KV pool: {max(0, budget)} bytes are left after {left_after}, a page takes "
+            f"{page_bytes}; raise device_memory_utilization or kv_cache_memory_bytes, or lower max_num_seqs"
         )
     return budget // page_bytes * num_ranks
 
@@ -346,10 +383,19 @@ def _flag(name: str, value: object) -> None:
         raise ParameterError(name, value, "True or False")
 
 
-def _at_least(name: str, value: int | None, low: int, high: int = 2**31 - 1) -> None:
-    if value is None:
+def _is_address(value: object) -> bool:
+    """Whether it is host:port, with an IPv6 host in brackets."""
+    if not isinstance(value, str):
+        return False
+    found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[\w.-]+):(\d{1,5})", value, re.ASCII | re.IGNORECASE)
+    return found is not None and 0 < int(found[2]) < 2**16
+
+
+def _at_least(name: str, value: int | None, low: int, high: int = 2**31 - 1, *, optional: bool = True) -> None:
+    if value is None and optional:
         return
+    none = "None or " if optional else ""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ParameterError(name, value, f"None or an integer >= {low}")
+        raise ParameterError(name, value, f"{none}an integer >= {low}")
     if value > high:
-        raise ParameterError(name, value, f"None or at most {high}")
+        raise ParameterError(name, value, f"{none}at most {high}")

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
-from jaxserve import tracing, weights
+from jaxserve import multi_process, tracing, weights
 from jaxserve.config import EngineConfig
 from jaxserve.core_types import CoreOutput
-from jaxserve.engine_core import EngineCore
+from jaxserve.engine_core import EngineCore, make_device
 from jaxserve.exceptions import ParameterError, RequestError
 from jaxserve.input_processor import InputProcessor, Prompt
 from jaxserve.metrics import StepRecord
@@ -135,13 +135,34 @@ class LLMEngine:
 
 
 def start_core(config: EngineConfig) -> tuple[weights.LoadedModel, EngineCore]:
-    """The model that the options name, and a core over it that knows how long its start took."""
+    """The model that the options name, and a core over it that knows how long its start took.
+
+    Of several processes this is for process 0 alone; in another one it serves that one, and never returns.
+
+    Raises:
+        SystemExit: this is another process, and process 0 has ended well.
+    """
     start = time.monotonic()
-    loaded = load_model(config)
-    middle = time.monotonic()
-    core = EngineCore.over(config, loaded)
+    group = multi_process.join(config.parallel)
+    try:
+        loaded = load_model(config)
+        if isinstance(group, multi_process.Follower):
+            _follow(group, config, loaded)
+            raise SystemExit(0)
+        middle = time.monotonic()
+        core = EngineCore.over(config, loaded, group)
+    except BaseException as error:
+        if group is not None:
+            group.close("" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}")
+        raise
     core.start_s = {"load": middle - start, "engine": time.monotonic() - middle}
     return loaded, core
+
+
+def _follow(group: multi_process.Follower, config: EngineConfig, loaded: weights.LoadedModel) -> None:
+    device = make_device(config, loaded, group.agree(config, loaded.model), None)
+    group.follow(device)
+    device.close()
 
 
 def load_model(config: EngineConfig) -> weights.LoadedModel:

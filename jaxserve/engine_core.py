@@ -10,12 +10,14 @@ from collections.abc import Iterable
 import jax
 
 from jaxserve import weights
-from jaxserve.config import EngineConfig, resolve
+from jaxserve.config import EngineConfig, RunnerConfig, resolve
 from jaxserve.core_types import CoreOutput, CoreRequest, TokenLogprobs
+from jaxserve.device import Device
 from jaxserve.exceptions import EngineDeadError, QueueFullError, RequestError
 from jaxserve.grammars import Grammars
 from jaxserve.input_processor import RequestLimits, eos_token_ids
 from jaxserve.metrics import EngineMetrics, StepRecord, StepRecorder
+from jaxserve.multi_process import Leader
 from jaxserve.runner import Runner
 from jaxserve.scheduler import (
     LayeredPrefill,
@@ -29,7 +31,7 @@ from jaxserve.scheduler import (
     prefill_policy,
 )
 from jaxserve.scheduler.step_time import StepWork
-from jaxserve.sharding.mesh import bytes_a_device
+from jaxserve.sharding.mesh import bytes_per_device
 from jaxserve.step_future import StepFuture
 
 
@@ -59,20 +61,21 @@ class EngineCore:
         self._cause_of_death: str | None = None
 
     @classmethod
-    def over(cls, config: EngineConfig, loaded: weights.LoadedModel) -> "EngineCore":
+    def over(cls, config: EngineConfig, loaded: weights.LoadedModel, leader: Leader | None = None) -> "EngineCore":
         """A core over a loaded model, with sizes that fit this machine.
 
         Raises:
             ValueError: the options do not fit the model or the machine.
         """
         vocab_size = loaded.model.config.vocab_size
-        params_bytes = sum(map(bytes_a_device, jax.tree.leaves(loaded.params)))
+        params_bytes = sum(bytes_per_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(loaded.params))
         scheduler_config, runner_config = resolve(config, loaded.model.config, params_bytes=params_bytes)
         blocks = config.runtime.warm_up == "blocking"
-        threads = min(8, num_cpus()) if blocks else 1  # beside running steps one thread has to do
-        runner = Runner(
-            loaded.model, loaded.params, runner_config, kv_dtype=config.kv_dtype, num_compile_threads=threads
-        )
+        if leader is not None:
+            leader.agree(config, loaded.model, runner_config)
+        runner = Runner(make_device(config, loaded, runner_config, leader), runner_config)
+        if leader is not None:
+            leader.wait()
         prefill = prefill_policy(scheduler_config, runner.num_layers, runner.span_rows)
         pool = PagePool(runner_config.num_pages, runner_config.page_size, runner_config.kv_parallel_size)
         scheduler = Scheduler(
@@ -162,6 +165,8 @@ class EngineCore:
         """
         self._check_alive()
         try:
+            if self.runner.device.leader is not None:
+                self.runner.device.leader.check()
             outputs = self._read(down_to=self._depth)  # what an interrupted step left
             outputs += self._release_held()
             now = time.monotonic()
@@ -173,6 +178,9 @@ class EngineCore:
                 self._grammars.wait()
             outputs += self._read(down_to=0 if plan is None else self._depth)
             return outputs + [self._output(update) for update in self.scheduler.expired()]
+        except EngineDeadError as error:
+            self._cause_of_death = str(error)
+            raise
         except Exception as error:
             self._cause_of_death = f"a step failed: {type(error).__name__}: {error}"
             raise EngineDeadError(self._cause_of_death) from error
@@ -209,7 +217,7 @@ class EngineCore:
                 self.runner.sample(future, [request.slot for request in requests], masks)
             if len(self._in_flight) <= down_to:
                 break
-            result = future.result()
+            result = self.runner.result(future)
             expert_bytes = self._expert_bytes * future.num_experts_read()
             self._collect_prompt_logprobs(future)
             del self._in_flight[0]
@@ -253,8 +261,12 @@ class EngineCore:
             raise EngineDeadError(self._cause_of_death)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do, reading the last step's result included."""
-        return bool(self._in_flight) or self.scheduler.has_unfinished()
+        """Whether `step` has anything left to do: reading the last step's result too, and telling of a death."""
+        return bool(self._in_flight) or self.scheduler.has_unfinished() or self._lost()
+
+    def _lost(self) -> bool:
+        leader = self.runner.device.leader
+        return leader is not None and leader.has_lost and self._cause_of_death is None
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached pages; False (and nothing done) while requests hold pages."""
@@ -344,6 +356,15 @@ def _warm_up_layered(prefill: LayeredPrefill, runner: Runner, *, block: bool) ->
     sizes = {shape.prefill_tokens for shape in runner.shapes if shape.decode_rows == runner.config.max_num_seqs}
     cohorts = [(size, spans) for size in sorted(sizes, reverse=True) if size for spans in prefill.spans_ahead(size)]
     runner.compile_spans(cohorts, block=block)
+
+
+def make_device(
+    config: EngineConfig, loaded: weights.LoadedModel, sizes: RunnerConfig, leader: Leader | None
+) -> Device:
+    threads = min(8, num_cpus()) if config.runtime.warm_up == "blocking" else 1  # one has to do beside running steps
+    return Device(
+        loaded.model, loaded.params, sizes, kv_dtype=config.kv_dtype, num_compile_threads=threads, leader=leader
+    )
 
 
 def num_cpus() -> int:

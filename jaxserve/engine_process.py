@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+IDLE_LOOK_S = 1.0  # between two looks of an idle child at what else may have ended its engine
 EXIT_GRACE_S = 5.0  # after the pipe's end: time for a clean exit before the process is cut off (a long compile)
 
 
@@ -111,7 +112,11 @@ def _loop(core: Core, inbox: Inbox, send: Callable[[FromEngine], None]) -> None:
         reply = FromEngine(rejections=[], answers=[])
         idle = not core.has_unfinished()
         while idle or not inbox.empty():
-            message = inbox.get()  # sleeps when idle
+            try:
+                message = inbox.get(timeout=IDLE_LOOK_S)  # sleeps when idle
+            except queue.Empty:
+                idle = not core.has_unfinished()
+                continue
             if message is None:
                 return
             if isinstance(message, Exception):
@@ -154,6 +159,7 @@ class EngineProcess:
 
     Raises:
         EngineDeadError: the child ended before its model was loaded; the message says why.
+        SystemExit: the child followed process 0 of several, which has ended.
     """
 
     def __init__(self, factory: CoreFactory, config: Any):
@@ -178,7 +184,10 @@ class EngineProcess:
         try:
             message = self.receive()
         except EngineDeadError as error:
+            ended_well = self._process.exitcode == 0  # a follower: see multi_process.py
             self.close()
+            if ended_well:
+                raise SystemExit(0) from None
             hint = 'see its stderr; a script must guard its calls by `if __name__ == "__main__":`'
             raise EngineDeadError(f"the engine could not start: {error} ({hint})") from error
         except BaseException:  # KeyboardInterrupt: a load can be long

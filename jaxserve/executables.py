@@ -96,12 +96,16 @@ def setting() -> tuple:
     """All that a program follows from besides the function and its arguments."""
     device = jax.devices()[0]
     return (
-        _code(),
-        (jax.__version__, jaxlib_version, device.client.platform_version, device.device_kind, jax.device_count()),
+        code_and_versions(),
+        (device.client.platform_version, device.device_kind, jax.device_count()),
         [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         (jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64, jax.config.jax_default_prng_impl),
         COMPILER_OPTIONS,
     )
+
+
+def code_and_versions() -> tuple:
+    return _code(), jax.__version__, jaxlib_version
 
 
 def _key(function: Any, arguments: tuple, static: dict[str, Any]) -> str:

@@ -39,6 +39,7 @@ class LLM:
     Raises:
         TypeError: an unknown option; the message lists the known ones.
         ValueError: options that do not fit the model or the machine.
+        SystemExit: with `coordinator_address`, in other processes than 0, which it serves until that one has ended.
     """
 
     def __init__(self, model: str, **options: Any):

@@ -87,10 +87,19 @@ class Programs[K: Key]:
 
     Args:
         build: makes the program of a key with a way to compile: `compiled`, or what the compiler's context yields.
+        announce: is told of keys before they are compiled.
     """
 
-    def __init__(self, name: str, build: Callable[[K, Any], Callable], compiler: Compiler, compiled: Any):
-        self._name, self._build, self._compiler, self._compiled = name, build, compiler, compiled
+    def __init__(
+        self,
+        name: str,
+        build: Callable[[K, Any], Callable],
+        compiler: Compiler,
+        compiled: Any,
+        announce: Callable[[str, list[K]], object] = lambda name, keys: None,
+    ):
+        self.name, self._build, self._compiler, self._compiled = name, build, compiler, compiled
+        self._announce = announce
         self._ready: dict[K, Callable] = {}
         self._pending: dict[K, Future] = {}
         self.warm = False
@@ -105,7 +114,12 @@ class Programs[K: Key]:
         if fallback is not None:
             self.request([key])
             return fallback, self._ready[fallback]
+        self._announce(self.name, [key])
         return key, self._wait(key)
+
+    def exact(self, key: K) -> Callable:
+        """The program of `key` itself; where it is not ready, this waits."""
+        return self._ready.get(key) or self._wait(key)
 
     def is_ready(self, key: K) -> bool:
         """Whether the program of `key` itself is ready."""
@@ -118,7 +132,10 @@ class Programs[K: Key]:
 
     def request(self, keys: Iterable[K]) -> list[Future]:
         """Starts to compile, in the background, what is neither ready nor on its way."""
-        futures = []
+        futures, keys = [], list(keys)
+        new = [key for key in keys if key not in self._pending and key not in self._ready]
+        if new:
+            self._announce(self.name, new)
         for key in keys:
             if key not in self._pending:
                 self._pending[key] = self._compiler.submit(functools.partial(self._compile, key))
@@ -137,7 +154,7 @@ class Programs[K: Key]:
             self._compile(key, self._compiled)  # here and now: no queue to wait in
         if self.warm:
             self.num_stalls += 1
-            logger.warning("a step waited %.2f s for %s %s after warm-up", time.monotonic() - start, self._name, key)
+            logger.warning("a step waited %.2f s for %s %s after warm-up", time.monotonic() - start, self.name, key)
         return self._ready[key]
 
     def _compile(self, key: K, compiled: Any) -> None:
@@ -147,4 +164,4 @@ class Programs[K: Key]:
         self._ready[key] = self._build(key, compiled)
         elapsed = time.monotonic() - start
         self.compile_s += elapsed
-        logger.debug("%s %s ready after %.2f s", self._name, key, elapsed)
+        logger.debug("%s %s ready after %.2f s", self.name, key, elapsed)

@@ -18,7 +18,8 @@ from jaxserve.layers.decoder import forward
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch
 from jaxserve.layers.sampler import EditState, Sampled, SamplingFeatures, SamplingState, SequenceState, sample, score
 from jaxserve.models.base import Model
-from jaxserve.sharding.kv_parallel import own_page, own_pages
+from jaxserve.sharding.collectives import all_reduce
+from jaxserve.sharding.kv_parallel import own_page
 from jaxserve.sharding.mesh import EVERYWHERE, on_ranks
 from jaxserve.sharding.rules import kv_specs
 
@@ -48,6 +49,10 @@ class StepShape:
     def starts_above(self) -> bool:
         """Whether the prefill rows start above layer 0, from a frontier."""
         return self.span is not None and self.span[0] > 0
+
+    @property
+    def may_sample(self) -> bool:
+        return self.decode_rows > 0 or self.completes
 
     @property
     def sample_rows(self) -> int:
@@ -138,10 +143,11 @@ def _forward_on_rank(
         positions=positions,
         page_ids=own_page(jnp.where(valid, page, 0), num_pages),
         page_offsets=positions % page_size,
-        decode=own_pages(decode, num_pages, page_size) if b else None,
-        prefill=own_pages(prefill, num_pages, page_size) if t else None,
+        decode=decode if b else None,
+        prefill=prefill if t else None,
     )
     hidden, kv, experts_read = forward(model, params, kv, batch, span=shape.span, frontier=frontier)
+    experts_read = None if experts_read is None else all_reduce(experts_read)  # each rank counts its own
     advanced = sequences.positions.at[decode_slots].add(live.astype(jnp.int32)).at[slots].set(ends)
     sequences = dataclasses.replace(sequences, positions=advanced)
     last_rows = jnp.arange(b)

@@ -51,6 +51,14 @@ class Topology:
     num_hosts: int
     jax_name: str | None = None  # of TPUs, for `jax.experimental.topologies`
 
+    @property
+    def devices_a_host(self) -> int:
+        return self.num_devices // self.num_hosts
+
+    def can_run(self, size: int) -> bool:
+        """Whether an engine can use so many of the devices: any number of one host's, or those of all hosts."""
+        return size <= self.devices_a_host or size == self.num_devices
+
 
 def _tpu(name: str, *, gib: float, bandwidth: float, tflops: float, link: float, axes: int) -> Device:
     return Device(

@@ -1,8 +1,8 @@
 """Attention of one layer over both regions of a step: rotate, write keys and values, then read the pages."""
 
 import dataclasses
-import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -14,7 +14,8 @@ from jaxserve.layers.rope import apply_rope, rotation
 from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import HopperWork, Implementation, paged_attention, prepare
-from jaxserve.sharding.kv_parallel import merge_over_kv
+from jaxserve.sharding.collectives import axis_size
+from jaxserve.sharding.kv_parallel import AXIS, local_pages, merge_over_kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,22 +41,45 @@ def prepare_batch(
 ) -> StepBatch:
     """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here."""
     cut = batch.num_decode_rows
-    prepare_region = functools.partial(
-        prepare,
-        kv=kv,
-        num_heads=spec.num_heads,
-        head_dim=2 * len(spec.frequencies),
-        sliding_window=spec.sliding_window,
-        implementation=implementation,
-    )
+    options = {
+        "num_heads": spec.num_heads,
+        "head_dim": 2 * len(spec.frequencies),
+        "sliding_window": spec.sliding_window,
+        "implementation": implementation,
+    }
     decode, prefill = (
-        None if region is None else prepare_region(_simplest(region, spec), num_rows=num_rows)
+        None
+        if region is None
+        else prepare(_simplest(own_pages(region, kv, spec.sliding_window), spec), kv, num_rows=num_rows, **options)
         for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))
     )
     turn = rotation(batch.positions, spec.frequencies)
     if on_hopper(decode, prefill):
         turn = rope_kv_write.for_heads(turn, kv)
     return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows())
+
+
+def own_pages(region: AttentionBatch, kv: KVCache, sliding_window: int | None) -> AttentionBatch:
+    """The region with only those pages in its table that are on this rank and that some row sees."""
+    if axis_size(AXIS) == 1:
+        return region
+    table, kv_lens, page_size = region.page_table, region.kv_lens, kv.page_size
+    local = local_pages(table, kv.k.shape[1])
+    number = jax.lax.broadcasted_iota(jnp.int32, table.shape, 1)
+    tokens = jnp.clip(kv_lens[:, None] - number * page_size, 0, page_size)  # in each page
+    mine = (tokens > 0) & (local >= 0)
+    if sliding_window is not None:
+        q_lens = region.max_q_len if region.cu_q_lens is None else jnp.diff(region.cu_q_lens)
+        lowest = kv_lens - q_lens + 1 - sliding_window  # position that the first row sees
+        mine &= (number + 1) * page_size > lowest[:, None]
+    to = jnp.where(mine, jnp.cumsum(mine, axis=1) - 1, table.shape[1])
+    rows = jnp.arange(table.shape[0])[:, None]
+    return dataclasses.replace(
+        region,
+        page_table=jnp.zeros_like(table).at[rows, to].set(local, mode="drop"),
+        page_numbers=jnp.zeros_like(table).at[rows, to].set(number, mode="drop"),
+        own_lens=jnp.sum(jnp.where(mine, tokens, 0), axis=1),
+    )
 
 
 def _simplest(region: AttentionBatch, spec: AttentionSpec) -> AttentionBatch:

@@ -174,9 +174,14 @@ def _layer_body(model: DecoderModel, batches: dict[str, StepBatch], implementati
 
     def body(kind: str, p: Params, index: int | Array, carry: Carry) -> Carry:
         x, kv, experts_read = carry
-        how = {"spec": model.attention_spec(kind), "implementation": implementation}
-        how |= {"experts_read": experts_read}
-        attention = Attend(cache=kv[kind], index=index, batch=batches[kind], **how)
+        attention = Attend(
+            cache=kv[kind],
+            index=index,
+            batch=batches[kind],
+            spec=model.attention_spec(kind),
+            implementation=implementation,
+            experts_read=experts_read,
+        )
         x = model.layer(p, kind, x, attention)
         return x, {**kv, kind: attention.cache}, attention.experts_read
 

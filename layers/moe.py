@@ -64,9 +64,18 @@ def moe(
         layer = 0
     if _on_hopper(x, gate_up, down, act, implementation):
         logits = linear(x, router, out_dtype=jnp.float32)
-        how = {"top_k": top_k, "normalize": normalize, "act": act, "real": real}
-        how |= {"first_expert": first_of_rank(gate_up.shape[1])}
-        y, num_picked = grouped_matmul.fused_moe(x, logits, gate_up, down, layer, **how)
+        y, num_picked = grouped_matmul.fused_moe(
+            x,
+            logits,
+            gate_up,
+            down,
+            layer,
+            top_k=top_k,
+            normalize=normalize,
+            act=act,
+            real=real,
+            first_expert=first_of_rank(gate_up.shape[1]),
+        )
         return all_reduce(y), num_picked
     weights, experts = route(x, router, top_k, normalize=normalize)
     if real is not None:  # beyond the last expert: pairs that no block takes, and that are not counted

@@ -161,12 +161,12 @@ def sample(
 
 
 def _greedy(logits: Array, vocab_size: int) -> Array:
-    """The first largest entry of each row, i32 [R], over all ranks' parts of V."""
+    """The first largest entry of each row, the last one of V where a logit is NaN: i32 [R], over all ranks' parts."""
     first, size = first_of_rank(logits.shape[1]), logits.shape[1]
     if size * num_ranks() > vocab_size:
         ids = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(ids < vocab_size, logits, -jnp.inf)
-    return best_of_ranks(jnp.max(logits, axis=-1), _argmax(logits) + first)
+    return best_of_ranks(jnp.max(logits, axis=-1), _argmax(logits) + first, nan_id=vocab_size - 1)
 
 
 def _pick(

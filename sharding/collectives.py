@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int, Num, Shaped
 
 from jaxserve.sharding.mesh import FLAT
 
@@ -17,25 +18,28 @@ def axis_size(axis: str) -> int:
 
 
 def num_ranks() -> int:
+    """Ranks of the mesh that this function runs on, over all axes; 1 without a mesh."""
     return axis_size("kv") * axis_size("tp")
 
 
-def first_of_rank(size: int) -> int | Array:
+def first_of_rank(size: int) -> int | Int[Array, ""]:
     """Index of this rank's first element along an axis of which each rank has `size`."""
     return 0 if num_ranks() == 1 else jax.lax.axis_index(FLAT) * size
 
 
-def all_reduce(x: Array) -> Array:
+def all_reduce(x: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
     """The sum of all ranks' `x`, on all of them."""
     return x if num_ranks() == 1 else jax.lax.psum(x, FLAT)
 
 
-def share_rows(function: Callable[..., Any], columns: Array, num_columns: int, *rows: Array) -> Any:
+def share_rows(
+    function: Callable[..., Any], columns: Num[Array, "R C"], num_columns: int, *rows: Shaped[Array, "R ..."]
+) -> Any:
     """`function(columns, *rows)`, for which each rank computes its share of the rows: one all_to_all of `columns`.
 
     Args:
-        columns: [R, C], those that this rank has of `num_columns`.
-        rows: [R, ...], which all ranks have.
+        columns: those that this rank has of `num_columns`.
+        rows: what all ranks have.
     """
     if num_ranks() == 1:
         return function(columns, *rows)
@@ -53,12 +57,12 @@ def share_rows(function: Callable[..., Any], columns: Array, num_columns: int, *
     return jax.tree.map(lambda x: jax.lax.all_gather(x, FLAT, axis=0, tiled=True)[:num_rows], found)
 
 
-def best_of_ranks(values: Array, ids: Array) -> Array:
-    """The id with the largest value among one of each rank, the smallest such id: f32 [R], i32 [R] -> i32 [R]."""
+def best_of_ranks(values: Float[Array, " R"], ids: Int[Array, " R"], nan_id: int) -> Int[Array, " R"]:
+    """Among one id of each rank that with the largest value, the smallest such id; `nan_id` if a value is NaN."""
     if num_ranks() == 1:
         return ids
     mine = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), ids])
     bits, ids = jnp.moveaxis(jax.lax.all_gather(mine, FLAT), 1, 0)  # [n, R] each
     values = jax.lax.bitcast_convert_type(bits, jnp.float32)
     is_best = values == jnp.max(values, axis=0, keepdims=True)
-    return jnp.min(jnp.where(is_best, ids, jnp.max(ids, axis=0, keepdims=True)), axis=0)
+    return jnp.min(jnp.where(is_best, ids, nan_id), axis=0)

@@ -14,11 +14,11 @@ class HeadLayout(NamedTuple):
     kvs: np.ndarray  # [tp, K]
 
     @property
-    def queries_a_rank(self) -> int:
+    def num_heads_per_rank(self) -> int:
         return self.queries[0].size
 
     @property
-    def kvs_a_rank(self) -> int:
+    def num_kv_heads_per_rank(self) -> int:
         return self.kvs.shape[1]
 
 
@@ -30,15 +30,15 @@ def head_layout(num_heads: int, num_kv_heads: int, kv: int, tp: int) -> HeadLayo
     """
     group = num_heads // num_kv_heads
     copies = max(1, tp // num_kv_heads)
-    kvs_a_rank = -(-num_kv_heads * copies // tp)
+    num_kv_heads_per_rank = -(-num_kv_heads * copies // tp)
     share = -(-group // copies)
-    share_padded = next(g for g in range(share, share + kv) if kvs_a_rank * g % kv == 0)
-    place = np.arange(tp * kvs_a_rank)  # of a copy among all copies
+    share_padded = next(g for g in range(share, share + kv) if num_kv_heads_per_rank * g % kv == 0)
+    place = np.arange(tp * num_kv_heads_per_rank)  # of a copy among all copies
     kvs = np.where(place < num_kv_heads * copies, place // copies, NONE)
     member = (place % copies * share)[:, None] + np.arange(share_padded)  # of the group
     end = np.minimum((place % copies + 1) * share, group)[:, None]
     queries = np.where((kvs[:, None] != NONE) & (member < end), kvs[:, None] * group + member, NONE)
-    return HeadLayout(queries.reshape(tp, kvs_a_rank, share_padded), kvs.reshape(tp, kvs_a_rank))
+    return HeadLayout(queries.reshape(tp, num_kv_heads_per_rank, share_padded), kvs.reshape(tp, num_kv_heads_per_rank))
 
 
 def rows_of_heads(heads: np.ndarray, head_dim: int, first: int = 0) -> np.ndarray:

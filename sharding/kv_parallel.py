@@ -1,57 +1,38 @@
 """KV parallelism (Helix, arXiv 2507.07120): each rank of `kv` attends to its own pages, then results are merged.
 
 How this works: rank r owns the pages `[r * n, (r + 1) * n)` of all, and its first one is its null page. `own_page` and
-`own_pages` turn what a step says of pages into what concerns this rank. After attention every rank of `kv` has a part
-of the result of each query head. One all_to_all gives each rank the parts of its share of the heads, and they are
-merged by their log-sum-exp. Prompts and decodes go the same way. Without a mesh, or with one rank of `kv`, all are the
-identity.
+`layers.attention.own_pages` turn what a step says of pages into what concerns this rank. After attention every rank of
+`kv` has a part of the result of each query head. One all_to_all gives each rank the parts of its share of the heads,
+and they are merged by their log-sum-exp. Prompts and decodes go the same way. Without a mesh, or with one rank of `kv`,
+all are the identity.
 """
-
-import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int
 
 from jaxserve.sharding.collectives import axis_size
 
 AXIS = "kv"
 
 
-def own_page(page_ids: Array, num_pages: int) -> Array:
+def own_page(page_ids: Int[Array, "*shape"], num_pages: int) -> Int[Array, "*shape"]:
     """Pages to write to, among the `num_pages` of this rank: its null page for what other ranks own."""
-    if axis_size(AXIS) == 1:
-        return page_ids
+    return page_ids if axis_size(AXIS) == 1 else jnp.maximum(local_pages(page_ids, num_pages), 0)
+
+
+def local_pages(page_ids: Int[Array, "*shape"], num_pages: int) -> Int[Array, "*shape"]:
+    """Pages of all ranks as this rank counts its `num_pages`, from 0; -1 for what other ranks own."""
     local = page_ids - jax.lax.axis_index(AXIS) * num_pages
-    return jnp.where((local >= 0) & (local < num_pages), local, 0)
+    return jnp.where((local >= 0) & (local < num_pages), local, -1)
 
 
-def own_pages(batch: Any, num_pages: int, page_size: int) -> Any:
-    """An `AttentionBatch` with only those pages in its table that are among the `num_pages` of this rank."""
-    if axis_size(AXIS) == 1:
-        return batch
-    table, kv_lens = batch.page_table, batch.kv_lens
-    local = table - jax.lax.axis_index(AXIS) * num_pages
-    number = jax.lax.broadcasted_iota(jnp.int32, table.shape, 1)
-    tokens = jnp.clip(kv_lens[:, None] - number * page_size, 0, page_size)  # in each page
-    mine = (tokens > 0) & (local >= 0) & (local < num_pages)
-    to = jnp.where(mine, jnp.cumsum(mine, axis=1) - 1, table.shape[1])
-    rows = jnp.arange(table.shape[0])[:, None]
-    return dataclasses.replace(
-        batch,
-        page_table=jnp.zeros_like(table).at[rows, to].set(local, mode="drop"),
-        page_numbers=jnp.zeros_like(table).at[rows, to].set(number, mode="drop"),
-        own_lens=jnp.sum(jnp.where(mine, tokens, 0), axis=1),
-    )
-
-
-def merge_over_kv(out: Array, lse: Array) -> Array:
-    """Attention over all ranks' pages, of this rank's share of the heads: `[rows, N, H] -> [rows, N / kv, H]`.
+def merge_over_kv(out: Float[Array, "rows N H"], lse: Float[Array, "rows N"]) -> Float[Array, "rows own H"]:
+    """Attention over all ranks' pages, of this rank's share of the heads, `N / kv`.
 
     Args:
-        out: attention over this rank's pages, [rows, N, H]. lse: its log-sum-exp, f32 [rows, N], -inf where it saw
-            nothing.
+        out: attention over this rank's pages. lse: its log-sum-exp, float32, -inf where it saw nothing.
     """
     if axis_size(AXIS) == 1:
         return out

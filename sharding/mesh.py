@@ -25,7 +25,7 @@ def make_mesh(kv_parallel_size: int, tensor_parallel_size: int) -> Mesh | None:
     """The first `kv_parallel_size * tensor_parallel_size` devices as a mesh; None for one device, which needs none.
 
     Raises:
-        ValueError: there are not as many devices.
+        ValueError: there are not as many devices, or those of several processes are more.
     """
     size, devices = kv_parallel_size * tensor_parallel_size, jax.devices()
     if size > len(devices):
@@ -33,6 +33,11 @@ def make_mesh(kv_parallel_size: int, tensor_parallel_size: int) -> Mesh | None:
             f"kv_parallel_size {kv_parallel_size} x tensor_parallel_size {tensor_parallel_size} needs {size} devices, "
             f"got {len(devices)} ({devices[0].platform}); lower one of them (on CPU "
             f"JAX_NUM_CPU_DEVICES={size} makes as many)"
+        )
+    if size < len(devices) and jax.process_count() > 1:
+        raise ValueError(
+            f"kv_parallel_size {kv_parallel_size} x tensor_parallel_size {tensor_parallel_size} must be the number of "
+            f"devices of all {jax.process_count()} processes, {len(devices)}, got {size}"
         )
     if size == 1:
         return None
@@ -50,8 +55,16 @@ def replicated(mesh: Mesh | None) -> Sharding | None:
     return None if mesh is None else NamedSharding(mesh, EVERYWHERE)
 
 
-def bytes_a_device(leaf: jax.Array) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def put(tree: Any, place: Sharding | None) -> Any:
+    """The leaves on their devices; they may keep the memory of numpy arrays. Each process puts what is on its own."""
+    if place is None or place.is_fully_addressable:
+        return jax.device_put(tree, place, may_alias=True)
+    return jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index]), tree)
+
+
+def bytes_per_device(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) -> int:
+    """What an array of this shape and dtype, padding included, takes on each device; None = it is on one device."""
+    return math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
 
 
 def on_ranks(mesh: Mesh | None, function: Callable, specs: Callable[[], tuple[Any, Any]]) -> Callable:

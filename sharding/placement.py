@@ -3,7 +3,6 @@ divide, each rank's part straight onto its device.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jaxserve.sharding.heads import NONE, HeadLayout, rows_of_heads
+from jaxserve.sharding.mesh import bytes_per_device, put
 from jaxserve.sharding.rules import Axes, spec_of
 
 
@@ -23,18 +23,17 @@ class Placement:
     sharding: Sharding | None = None  # None = the default device
     order: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)  # dimension -> its rows, NONE = zeros
 
-    def bytes_a_device(self, leaf: Any) -> int:
+    def bytes_per_device(self, leaf: Any) -> int:
         """What a leaf of this shape and dtype takes on each device."""
-        shape = [len(self.order[i]) if i in self.order else size for i, size in enumerate(leaf.shape)]
-        shape = shape if self.sharding is None else self.sharding.shard_shape(tuple(shape))
-        return math.prod(shape) * leaf.dtype.itemsize
+        shape = tuple(len(self.order[i]) if i in self.order else size for i, size in enumerate(leaf.shape))
+        return bytes_per_device(shape, leaf.dtype, self.sharding)
 
     def put(self, leaf: Any) -> jax.Array:
         """The leaf on its devices; it may keep the memory of a numpy array."""
         take = _take_numpy if isinstance(leaf, np.ndarray) else _take
         for axis, rows in self.order.items():
             leaf = take(leaf, rows, axis)
-        return jax.device_put(leaf, self.sharding, may_alias=True)
+        return put(leaf, self.sharding)
 
 
 def _take_numpy(leaf: Any, rows: np.ndarray, axis: int) -> np.ndarray:

@@ -19,7 +19,9 @@ if jax.__version_info__ >= (0, 12):  # the interpreter of an older one is not te
 # Functions only: modules that define pytrees stay out, since a check of their fields breaks trees of shapes.
 layers = ("attention", "contract", "decoder", "embedding", "linear", "mlp", "moe", "norm", "rope")
 kernels = ("paged_attention.reference", "paged_attention.xla")
+sharding = ("collectives", "kv_parallel")
+parts = {"layers": layers, "pallas_kernels": kernels, "sharding": sharding}
 install_import_hook(
-    [*(f"jaxserve.layers.{m}" for m in layers), *(f"jaxserve.pallas_kernels.{m}" for m in kernels), "jaxserve.models"],
+    [*(f"jaxserve.{part}.{m}" for part, modules in parts.items() for m in modules), "jaxserve.models"],
     "beartype.beartype",
 )

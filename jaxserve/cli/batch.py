@@ -64,7 +64,7 @@ def batch(
         if error.name not in ("grain", "fsspec"):
             raise
         raise ValueError(f"batch reads through Grain: {how_to_install('batch')}") from error
-    shard, num_shards = _shard(shard_index, num_shards)
+    shard, num_shards = _shard(shard_index, num_shards, one_engine=engine.get("coordinator_address") is not None)
     single = _single_file(target, num_shards)
     if single is not None and single.exists() and not Path(f"{single}.parts/manifest.json").exists() and not overwrite:
         raise ValueError(f"{single} exists; give another OUT, or --overwrite to replace it")
@@ -99,8 +99,8 @@ def batch(
     return SOME_ROWS_FAILED if totals.failed else 0
 
 
-def _shard(index: int | None, count: int | None) -> tuple[int, int]:
-    """This process's shard and how many there are.
+def _shard(index: int | None, count: int | None, *, one_engine: bool) -> tuple[int, int]:
+    """This process's shard and how many there are: one, where several processes are one engine.
 
     Raises:
         ValueError: one of the two is missing, or the index is too large.
@@ -108,6 +108,8 @@ def _shard(index: int | None, count: int | None) -> tuple[int, int]:
     if (index is None) != (count is None):
         raise ValueError("--num-shards and --shard-index belong together: give both or neither")
     if index is None or count is None:
+        if one_engine:  # which has yet to join them, before JAX is used
+            return 0, 1
         import grain
 
         shard = grain.sharding.ShardByJaxProcess()

@@ -42,7 +42,9 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     "kv_cache_dtype": Opt(
         str, "auto for the model's dtype; fp8 (e4m3) halves the KV cache's bytes a token.", unset="auto"
     ),
-    "device_memory_utilization": Opt(float, "Share of JAX's device memory for weights and KV pool.", unset="0.9"),
+    "device_memory_utilization": Opt(
+        float, "Share of JAX's device memory for weights, state and KV pool.", unset="0.9"
+    ),
     "kv_cache_memory_bytes": Opt(
         int, "Bytes of the KV cache on each device.", unset="1 GiB on CPU, what the weights leave elsewhere"
     ),
@@ -52,6 +54,14 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
         "Devices that share the weights, and the KV cache by pages: for long contexts. Times tensor-parallel-size.",
         unset="1",
     ),
+    "coordinator_address": Opt(
+        str,
+        "host:port of process 0, where several processes (one a host, all with these options) share a model; auto "
+        "finds them on Cloud TPU, Slurm and the like.",
+        unset="one process",
+    ),
+    "num_processes": Opt(int, "How many processes there are, with a host:port."),
+    "process_id": Opt(int, "Which of them this one is, from 0, with a host:port; 0 takes the requests."),
     "max_num_seqs": Opt(int, "Most sequences in one step.", unset="32 on CPU, 256 elsewhere"),
     "max_num_batched_tokens": Opt(int, "Most tokens in one step.", unset="512 on CPU, 8192 elsewhere"),
     "max_num_queued_reqs": Opt(int, "Most sequences that may wait; more are refused.", unset="no limit"),

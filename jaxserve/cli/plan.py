@@ -13,7 +13,7 @@ from jaxserve.cli.output import readable, show
 if TYPE_CHECKING:
     from jaxserve.plan import Plan, SplitPlan
 
-DOES_NOT_FIT = 2
+NOTHING_FITS = 3
 EVERY = "every power of two that fits the topology"
 PLAN_OPTIONS = {
     "model": ENGINE_OPTIONS["model"]._replace(
@@ -51,7 +51,7 @@ def plan(
         show(as_dict(found, asked), "plan", as_json=True)
     else:
         _print(found, asked)
-    return 0 if found.best else DOES_NOT_FIT
+    return 0 if found.best else NOTHING_FITS
 
 
 def _memory_fraction(environment: Mapping[str, str]) -> float:
@@ -86,6 +86,8 @@ def _print(plan: "Plan", asked: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from jaxserve.plan.splits import DEFAULT_MAX_NUM_SEQS
+
     console, topology = Console(), plan.topology
     console.print(
         f"{asked['model']} on {topology.name}: {topology.num_devices} x {topology.device.name}, of each "
@@ -93,16 +95,17 @@ def _print(plan: "Plan", asked: Mapping[str, Any]) -> None:
         highlight=False,
     )
     table = Table(box=None, pad_edge=False)
-    for name in ("kv x tp", "weights", "KV pool", "reserve", "pages", "tokens", "fits", "TPOT", "prefill"):
+    for name in ("kv x tp", "weights", "state", "pool", "reserve", "pages", "tokens", "fits", "TPOT", "prefill"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("", "GiB", "GiB", "GiB", "", "", "", "ms", "tok/s", style="dim")
+    table.add_row("", "GiB", "GiB", "GiB", "GiB", "", "", "", "ms", "tok/s", style="dim")
     for split in plan.splits:
         table.add_row(*_cells(split), style="bold green" if split is plan.best else None)
     console.print(table)
     best = plan.best
     if best:
         sizes = f"--kv-parallel-size {best.kv_parallel_size} --tensor-parallel-size {best.tensor_parallel_size}"
-        console.print(f"Best: {sizes}", highlight=False)
+        many = f" --max-num-seqs {best.max_num_seqs}" if best.max_num_seqs > DEFAULT_MAX_NUM_SEQS else ""
+        console.print(f"Best: {sizes}{many}", highlight=False)
     else:
         console.print("Nothing fits. What would:" if plan.ways_out else "Nothing fits.", highlight=False)
         for way in plan.ways_out:
@@ -115,6 +118,7 @@ def _cells(split: "SplitPlan") -> list[str]:
     return [
         f"{split.kv_parallel_size} x {split.tensor_parallel_size}",
         _gib(split.weights_bytes),
+        _gib(split.state_bytes),
         _gib(split.pool_bytes),
         _gib(split.reserve_bytes),
         f"{split.num_pages:,}",

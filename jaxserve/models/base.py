@@ -213,17 +213,14 @@ class Model:
         outer, layer = (_leaves(module) for module in self._modules(dtype))
         return {**outer, "layers": (layer,) * self.config.num_layers}
 
-    def logical_axes(self) -> dict[str, Any]:
-        """The parameters' trees with tuples of logical axis names as leaves."""
-        outer, layer = (_axes(module) for module in self._modules(jnp.float32))
-        return {**outer, "layers": (layer,) * self.config.num_layers}
-
     def config_on(self, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
         """The configuration with the counts of heads of one rank."""
         if mesh is None:
             return self.config
         heads = head_layout(self.config.num_heads, self.config.num_kv_heads, **mesh.shape)
-        return dataclasses.replace(self.config, num_heads=heads.queries_a_rank, num_kv_heads=heads.kvs_a_rank)
+        return dataclasses.replace(
+            self.config, num_heads=heads.num_heads_per_rank, num_kv_heads=heads.num_kv_heads_per_rank
+        )
 
     def on(self, mesh: Mesh | None) -> "Model":
         """The model as each rank of the mesh runs it: its `config` counts the heads of one rank."""

@@ -7,12 +7,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.config import DeviceMemory, EngineConfig, NoRoomError, RunnerConfig, kv_bytes_per_token, resolve
+from jaxserve.config import (
+    DeviceMemory,
+    EngineConfig,
+    NoRoomError,
+    RunnerConfig,
+    kv_bytes_per_token,
+    resolve,
+    state_bytes,
+)
 from jaxserve.models import Model, ModelConfig
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.sharding.mesh import abstract_mesh
 from jaxserve.weights.checkpoint import LeafPath
-from jaxserve.weights.loader import bytes_a_device
+from jaxserve.weights.loader import param_bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,54 +29,58 @@ class Memory:
 
     config: ModelConfig  # with the heads of one rank
     leaf_bytes: Mapping[LeafPath, int]
-    reserve_bytes: int  # that the engine leaves for activations, logits and the sampler's state
+    reserve_bytes: int  # that the engine leaves for activations and logits
     kv_token_bytes: int  # of the keys and values of a token, in all layers
-    sizes: tuple[SchedulerConfig, RunnerConfig] | None  # None: the weights leave no room for pages
+    scheduler: SchedulerConfig | None  # like `runner` None where weights and state leave no room for pages
+    runner: RunnerConfig | None
 
     @property
     def weights_bytes(self) -> int:
         return sum(self.leaf_bytes.values())
 
     @property
+    def state_bytes(self) -> int:
+        """Of the state of all slots; 0 where no page fits beside it."""
+        runner = self.runner
+        return state_bytes(runner.max_num_seqs, runner.max_pages, self.config.vocab_size) if runner else 0
+
+    @property
     def pool_bytes(self) -> int:
-        if self.sizes is None:
+        runner = self.runner
+        if runner is None:
             return 0
-        runner = self.sizes[1]
         return runner.num_pages // runner.kv_parallel_size * runner.page_size * self.kv_token_bytes
 
     @property
     def num_pages(self) -> int:
         """Of all devices together, with those that hold nothing: one for each rank of `kv`."""
-        return 0 if self.sizes is None else self.sizes[1].num_pages
+        return 0 if self.runner is None else self.runner.num_pages
 
     @property
     def num_tokens(self) -> int:
         """That the pages of all devices together hold."""
-        if self.sizes is None:
-            return 0
-        runner = self.sizes[1]
-        return (runner.num_pages - runner.kv_parallel_size) * runner.page_size
+        runner = self.runner
+        return 0 if runner is None else (runner.num_pages - runner.kv_parallel_size) * runner.page_size
 
     def max_batch(self, context: int) -> int:
         """Sequences of this length that the pages hold."""
-        return 0 if self.sizes is None else self.num_tokens // self.sizes[1].page_size // self._pages(context)
+        if self.runner is None:
+            return 0
+        page_size = self.runner.page_size
+        return self.num_tokens // page_size // -(-context // page_size)
 
     def max_context(self, batch: int) -> int:
         """Tokens that each of so many sequences may have."""
-        if self.sizes is None:
+        if self.runner is None:
             return 0
-        page_size = self.sizes[1].page_size
+        page_size = self.runner.page_size
         return self.num_tokens // page_size // batch * page_size
-
-    def _pages(self, context: int) -> int:
-        assert self.sizes is not None
-        return -(-context // self.sizes[1].page_size)
 
 
 @functools.lru_cache(maxsize=256)  # a plan asks for the same split on several topologies
 def _of_a_rank(model: Model, dtype: Any, kv: int, tp: int) -> tuple[ModelConfig, dict[LeafPath, int]]:
     mesh = abstract_mesh(kv, tp)
-    return model.config_on(mesh), bytes_a_device(model, dtype, mesh)
+    return model.config_on(mesh), param_bytes_per_device(model, dtype, mesh)
 
 
 def memory_of(config: EngineConfig, model: Model, device: DeviceMemory) -> Memory:
@@ -80,13 +92,14 @@ def memory_of(config: EngineConfig, model: Model, device: DeviceMemory) -> Memor
     parallel = config.parallel
     own, leaves = _of_a_rank(model, config.model.jax_dtype, parallel.kv_parallel_size, parallel.tensor_parallel_size)
     try:
-        sizes = resolve(config, own, params_bytes=sum(leaves.values()), device=device)
+        scheduler, runner = resolve(config, own, params_bytes=sum(leaves.values()), device=device)
     except NoRoomError:
-        sizes = None
+        scheduler = runner = None
     return Memory(
         config=own,
         leaf_bytes=leaves,
         reserve_bytes=device.limit_bytes - int(device.limit_bytes * config.cache.device_memory_utilization),
         kv_token_bytes=kv_bytes_per_token(own, jnp.dtype(config.kv_dtype).itemsize),
-        sizes=sizes,
+        scheduler=scheduler,
+        runner=runner,
     )

@@ -53,12 +53,12 @@ def plan(
         batch: sequences at a time.
         memory_fraction: of a GPU's memory that JAX may allocate (XLA_PYTHON_CLIENT_MEM_FRACTION).
         options: those of the engine in OPTIONS. `tensor_parallel_size` and `kv_parallel_size` fix a split; without
-            them all are planned whose sizes are powers of two.
+            them all are planned whose sizes are powers of two and which use devices of one host, or all.
 
     Raises:
         ParameterError: a value out of range, or a topology that is not known.
         TypeError: an option that is not among OPTIONS.
-        ValueError: a model that is not supported, or a context that it was not made for.
+        ValueError: a model that is not supported, a context that it was not made for, or sizes that no split has.
     """
     place = find_topology(topology)
     for name, value, limit in (("context", context, 2**31 - 1), ("batch", batch, MAX_BATCH)):
@@ -82,6 +82,11 @@ def plan(
         options=options,
     )
     splits = list(splits_of(question))
+    if not splits:
+        raise ValueError(
+            f"no split with {options} suits {place.name}: an engine uses up to {place.devices_a_host} devices of one "
+            f"host, or all {place.num_devices}; give other sizes"
+        )
     return Plan(
         topology=place,
         memory_bytes=question.device_memory.limit_bytes,

@@ -8,10 +8,11 @@ sheets a share is reached, `Rates` says which.
 What the first three of `MEASURED` were fitted to, by `python -m benchmarks.plan --fit`: in benchmarks/results, of
 tpot.jsonl the rows tpot_16x128_decode, tpot_64x1024_decode, tpot_256x1024_decode and prefill_64x1024, and of
 tpot_qwen3_30b.jsonl tpot_qwen3_30b_1x128_decode (one H200). The other eight decode and prefill rows there were left out
-of the fit, and are predicted within 9 %; but the form of the model was chosen with all of them in view. `link_share` is
+of the fit and are predicted within 10 %; but the form of the model was chosen with all of them in view. `link_share` is
 from one all-to-all of 64 MB between two H200s, 178 us of which 23 are latency. `STEP_S` is the row tpot_idle_64 of
 step_breakdown.jsonl. Nothing was measured on TPUs, H100s, or more than two GPUs: there the same shares are assumed, and
-a microsecond for each kernel of a TPU. Pages in float8 are taken to be read at the same rate as those in bfloat16.
+a microsecond for each kernel of a TPU. Pages in float8 are taken to be read at the same rate as those in bfloat16, and
+their prompts to take as long: `jaxserve.plan.advice` says how far that is off.
 """
 
 import dataclasses
@@ -23,6 +24,8 @@ import numpy as np
 
 from jaxserve.models import Model, ModelConfig
 from jaxserve.pallas_kernels.dense_layer import fits_rows
+from jaxserve.pallas_kernels.paged_attention.decode_work import heads_of_tile
+from jaxserve.pallas_kernels.rope_kv_write import unsupported_heads
 from jaxserve.topologies import Device
 
 STEP_S = 0.11e-3  # between two steps
@@ -41,7 +44,7 @@ class Rates(NamedTuple):
     link_share: float
 
 
-MEASURED = Rates(bandwidth_share=0.87, compute_share=0.66, kernel_s=3.7e-6, link_share=0.46)
+MEASURED = Rates(bandwidth_share=0.862, compute_share=0.656, kernel_s=3.47e-6, link_share=0.46)
 
 
 class StepTime(NamedTuple):
@@ -86,14 +89,14 @@ class Rank:
         return self.device.flops * self.rates.compute_share
 
 
-def decode_s(rank: Rank, *, batch: int, context: int, num_rows: int) -> StepTime:
+def decode_step(rank: Rank, *, batch: int, context: int, num_rows: int) -> StepTime:
     """A step in which each of `batch` sequences of `context` tokens decodes.
 
     Args:
         num_rows: those of the program, which pads.
     """
-    layers = (own_tokens(rank, context, rank.model.config, kind) for kind in rank.model.layer_kinds)
-    read_s = batch * sum(layers) * rank.kv_bytes / rank.bandwidth
+    layers = (own_tokens(rank, batch, context, kind) for kind in rank.model.layer_kinds)
+    read_s = sum(layers) * rank.kv_bytes / rank.bandwidth
     return _step_s(rank, num_rows=num_rows, num_real=batch, num_samples=num_rows, attention_s=read_s)
 
 
@@ -101,18 +104,23 @@ def prefill_s(rank: Rank, *, num_seqs: int, length: int, budget: int) -> float:
     """Seconds of the steps that read `num_seqs` prompts of this length in, which take up to `budget` tokens each."""
     num_tokens = num_seqs * length
     num_steps = -(-num_tokens // budget)
-    pairs = num_seqs * sum(_pairs(length, rank.model.config, kind) for kind in rank.model.layer_kinds)
+    pairs = num_seqs * sum(_pairs(rank, length, kind) for kind in rank.model.layer_kinds)
     flops = 4 * rank.config.num_heads * rank.config.head_dim * pairs / rank.kv_parallel_size
     rows = -(-num_tokens // num_steps)
     step = _step_s(rank, num_rows=rows, num_real=rows, num_samples=num_seqs, attention_s=flops / rank.flops / num_steps)
     return num_steps * step.total_s
 
 
-def own_tokens(rank: Rank, context: int, config: ModelConfig, kind: str) -> int:
-    """Tokens of one sequence whose keys and values a layer of this kind reads on the rank that has most of them."""
-    seen = min(context, config.sliding_window or context) if kind == "sliding" else context
-    pages = -(-seen // rank.page_size)
-    return min(seen, -(-pages // rank.kv_parallel_size) * rank.page_size)
+def own_tokens(rank: Rank, batch: int, context: int, kind: str) -> int:
+    """Tokens of all sequences whose keys and values a layer of this kind reads on the rank that has most of them.
+
+    Ranks have the same number of pages of all sequences together, or one less.
+    """
+    seen, kv = _seen(rank, context, kind), rank.kv_parallel_size
+    if kv == 1:
+        return batch * seen
+    pages = batch * -(-seen // rank.page_size)
+    return min(batch * seen, -(-pages // kv) * rank.page_size)
 
 
 def most_experts(num_experts: int, chance: float, num_ranks: int) -> float:
@@ -127,9 +135,15 @@ def most_experts(num_experts: int, chance: float, num_ranks: int) -> float:
     return float(np.sum(1.0 - at_most[:-1] ** num_ranks))
 
 
-def _pairs(length: int, config: ModelConfig, kind: str) -> float:
+def _seen(rank: Rank, length: int, kind: str) -> int:
+    """Tokens of a sequence that a layer of this kind reads: a window leaves none out where ranks share the pages."""
+    window = rank.model.config.sliding_window if kind == "sliding" and rank.kv_parallel_size == 1 else None
+    return min(length, window or length)
+
+
+def _pairs(rank: Rank, length: int, kind: str) -> float:
     """A query token, a token that it attends to."""
-    window = min(length, config.sliding_window or length) if kind == "sliding" else length
+    window = _seen(rank, length, kind)
     return window * length - window * window / 2
 
 
@@ -178,14 +192,22 @@ def _elements_a_row(rank: Rank) -> float:
 
 def _kernels(rank: Rank, num_rows: int) -> int:
     """Kernels of a layer without its collectives, as programs compiled for an H200 have them."""
-    config = rank.model.config
-    if rank.model.plain and rank.num_ranks == 1 and rank.device.platform == "gpu" and fits_rows(num_rows):
-        return FUSED_LAYER_KERNELS
-    attention = 5 + config.qk_norm  # qkv, RoPE and the write, attention, merge, o
+    config, on_gpu = rank.model.config, rank.device.platform == "gpu"
+    beside = _kernels_beside_attention(rank.config) if on_gpu else 0
+    if rank.model.plain and rank.num_ranks == 1 and on_gpu and fits_rows(num_rows):
+        return FUSED_LAYER_KERNELS + beside
+    attention = 5 + config.qk_norm + beside  # qkv, RoPE and the write, attention, merge, o
     kernels = _num_norms(rank) + attention + (6 if config.num_experts else 3)
     if rank.num_ranks > 1:  # a residual after each all-reduce; experts are chosen in plain XLA
         kernels += 2 + (13 if config.num_experts else 0)
     return kernels + (rank.kv_parallel_size > 1)  # packs what is exchanged
+
+
+def _kernels_beside_attention(config: ModelConfig) -> int:
+    """What XLA runs where the heads of a rank do not suit the kernels."""
+    writes = 2 if unsupported_heads(config.num_kv_heads, config.head_dim) else 0  # three kernels instead of one
+    _, as_they_are = heads_of_tile(config.num_heads, config.num_kv_heads, q_len=1)
+    return writes + (0 if as_they_are else 2)  # queries are padded, outputs cut
 
 
 def _num_norms(rank: Rank) -> int:

@@ -7,11 +7,11 @@ from typing import Any
 from jaxserve.config import DeviceMemory, EngineConfig
 from jaxserve.models import Model
 from jaxserve.plan.memory import Memory, memory_of
-from jaxserve.plan.roofline import MEASURED, Rank, Rates, StepTime, decode_s, prefill_s
+from jaxserve.plan.roofline import MEASURED, Rank, Rates, StepTime, decode_step, prefill_s
 from jaxserve.runner import default_shapes
 from jaxserve.topologies import Topology
 
-DEFAULT_MAX_NUM_SEQS = 256  # beyond it a plan raises max_num_seqs to the batch
+DEFAULT_MAX_NUM_SEQS = 256  # of the engine on accelerators; a plan raises it where the batch is larger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,9 @@ class SplitPlan:
 
     kv_parallel_size: int
     tensor_parallel_size: int
+    max_num_seqs: int  # to start the engine with
     weights_bytes: int
+    state_bytes: int  # of max_num_seqs sequences, beside their pages
     pool_bytes: int
     reserve_bytes: int
     num_pages: int
@@ -63,24 +65,28 @@ def splits_of(question: Question) -> Iterator[SplitPlan]:
 
 
 def _sizes(question: Question) -> list[tuple[int, int]]:
-    """(kv, tp), by the number of devices."""
-    limit = question.topology.num_devices
+    """(kv, tp) that the topology can run, by the number of devices."""
+    topology = question.topology
     kv, tp = (question.options.get(name) for name in ("kv_parallel_size", "tensor_parallel_size"))
-    powers = [1 << i for i in range(limit.bit_length())]
-    found = [(k, t) for k in ([kv] if kv else powers) for t in ([tp] if tp else powers) if k * t <= limit]
+    powers = [1 << i for i in range(topology.num_devices.bit_length())]
+    found = [(k, t) for k in ([kv] if kv else powers) for t in ([tp] if tp else powers) if topology.can_run(k * t)]
     return sorted(found, key=lambda sizes: (sizes[0] * sizes[1], sizes[0]))
 
 
 def _split(question: Question, kv: int, tp: int) -> SplitPlan:
     model, batch, context = question.model, question.batch, question.context
-    sizes = {"kv_parallel_size": kv, "tensor_parallel_size": tp}
-    rows = {} if batch <= DEFAULT_MAX_NUM_SEQS else {"max_num_seqs": batch}
-    config = EngineConfig.of(question.name, **{**question.options, **rows, **sizes})
+    sizes = {
+        "kv_parallel_size": kv,
+        "tensor_parallel_size": tp,
+        "max_num_seqs": max(DEFAULT_MAX_NUM_SEQS, batch),
+    }
+    config = EngineConfig.of(question.name, **{**question.options, **sizes})
     memory = memory_of(config, model, question.device_memory)
     time, prefill = _speed(question, memory, kv, tp)
     return SplitPlan(
         **sizes,
         weights_bytes=memory.weights_bytes,
+        state_bytes=memory.state_bytes,
         pool_bytes=memory.pool_bytes,
         reserve_bytes=memory.reserve_bytes,
         num_pages=memory.num_pages,
@@ -96,12 +102,12 @@ def _split(question: Question, kv: int, tp: int) -> SplitPlan:
 
 def _speed(question: Question, memory: Memory, kv: int, tp: int) -> tuple[StepTime | None, float | None]:
     """A decode step, and tokens a second of prompts of the whole context."""
-    if memory.sizes is None:
+    if memory.scheduler is None:
         return None, None
     rank = rank_of(question.model, memory, question.topology, kv, tp)
     rows = decode_rows(memory, question.batch)
-    step = decode_s(rank, batch=question.batch, context=question.context, num_rows=rows)
-    budget = memory.sizes[0].max_num_batched_tokens
+    step = decode_step(rank, batch=question.batch, context=question.context, num_rows=rows)
+    budget = memory.scheduler.max_num_batched_tokens
     together = min(question.batch, max(1, budget // question.context))
     seconds = prefill_s(rank, num_seqs=together, length=question.context, budget=budget)
     return step, together * question.context / seconds
@@ -109,14 +115,14 @@ def _speed(question: Question, memory: Memory, kv: int, tp: int) -> tuple[StepTi
 
 def decode_rows(memory: Memory, batch: int) -> int:
     """Rows of the program for steps in which so many sequences decode."""
-    assert memory.sizes is not None
-    shapes = default_shapes(memory.sizes[1])
+    assert memory.runner is not None
+    shapes = default_shapes(memory.runner)
     return next(shape.decode_rows for shape in shapes if not shape.prefill_tokens and shape.decode_rows >= batch)
 
 
 def rank_of(model: Model, memory: Memory, topology: Topology, kv: int, tp: int, rates: Rates = MEASURED) -> Rank:
     """One rank, as the roofline sees it."""
-    assert memory.sizes is not None
+    assert memory.runner is not None
     return Rank(
         model=model,
         config=memory.config,
@@ -125,7 +131,7 @@ def rank_of(model: Model, memory: Memory, topology: Topology, kv: int, tp: int, 
         outer_bytes={path[0]: size for path, size in memory.leaf_bytes.items() if len(path) == 1},
         layer_bytes={path[2]: size for path, size in memory.leaf_bytes.items() if path[:2] == ("layers", 0)},
         kv_bytes=memory.kv_token_bytes // model.config.num_layers,
-        page_size=memory.sizes[1].page_size,
+        page_size=memory.runner.page_size,
         device=topology.device,
         rates=rates,
     )

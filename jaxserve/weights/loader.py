@@ -74,7 +74,7 @@ def load(
     abstract = leaves_of(model.abstract_params(dtype))
     places = leaves_of(model.placements(mesh))
     if mesh is not None:
-        taken = sum(bytes_a_device(model, dtype, mesh).values())
+        taken = sum(param_bytes_per_device(model, dtype, mesh).values())
         logger.info("%s: %.2f GB of weights on each of %d devices", checkpoint.name, taken / 1e9, mesh.size)
     leaves = checkpoint.leaves(model, dtype, places)
     if progress:
@@ -95,10 +95,10 @@ def load(
     )
 
 
-def bytes_a_device(model: Model, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None) -> dict[LeafPath, int]:
+def param_bytes_per_device(model: Model, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None) -> dict[LeafPath, int]:
     """What each leaf of the parameters takes on each device."""
     places = leaves_of(model.placements(mesh))
-    return {path: places[path].bytes_a_device(leaf) for path, leaf in leaves_of(model.abstract_params(dtype)).items()}
+    return {path: places[path].bytes_per_device(leaf) for path, leaf in leaves_of(model.abstract_params(dtype)).items()}
 
 
 def open_checkpoint(

@@ -13,8 +13,8 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul_cta import Tiling
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import permute
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute
 from jaxserve.pallas_kernels.grouped_matmul.work import Picks, combine, max_rows, picks_of, plan
-from jaxserve.pallas_kernels.paged_attention.hopper import ROWS
-from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import SHARED_MEMORY_BYTES, num_multiprocessors
+from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, SHARED_MEMORY_BYTES
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import num_multiprocessors
 
 MANY = 32  # rows an expert, on average, from which some have more than one warpgroup takes
 

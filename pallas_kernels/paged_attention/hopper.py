@@ -83,13 +83,16 @@ def pages_type(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, FP8, transforms=transforms)
 
 
-def widen(pages_smem: Any, wide_smem: Any) -> None:
-    """Turns pages in float8 `[block, H]` into `WIDE`, still without their scale, for matmuls of other warpgroups."""
+def widen(pages_smem: Any, wide_smem: Any, layout: Any) -> None:
+    """Turns pages in float8 `[block, H]` into `WIDE`, still without their scale, for matmuls.
+
+    With the layout WGMMA a thread has two values side by side: more loads, and stores without conflicts. With
+    WGMMA_UPCAST_2X it has four, which takes fewer registers.
+    """
 
     def some_rows(i: Array, _) -> None:
         some = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
-        pages = plgpu.load(pages_smem.at[some], layout=plgpu.Layout.WGMMA)
-        wide_smem[some] = pages.astype(WIDE)
+        wide_smem[some] = plgpu.load(pages_smem.at[some], layout=layout).astype(WIDE)
 
     lax.fori_loop(0, pages_smem.shape[0] // ROWS, some_rows, None)
 

@@ -75,11 +75,12 @@ def paged_attention(
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
     scoring = Scoring(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window)
-    kernel, tiling = (prefill, prefill_tiling(kv))
-    if isinstance(work, decode_work.Work):
-        kernel, tiling = (decode, decode_tiling(kv, q.shape[1], batch.max_q_len))
-    operand = q if kv.k.dtype == q.dtype else _as_wide(q)
-    out, lse = kernel.paged_attention(operand, kv, layer, batch, scoring, tiling, work, interpret=interpret)
+    given = (q if kv.k.dtype == q.dtype else _as_wide(q), kv, layer, batch, scoring)
+    if isinstance(work, prefill_work.Work):
+        out, lse = prefill.paged_attention(*given, prefill_tiling(kv), work, interpret=interpret)
+    else:
+        tiling = decode_tiling(kv, q.shape[1], batch.max_q_len)
+        out, lse = decode.paged_attention(*given, tiling, work, interpret=interpret)
     return out.astype(q.dtype), lse
 
 
@@ -112,13 +113,17 @@ def tuned(kernel: str, head_dim: int, itemsize: int = 2, rows: int = FEWEST) -> 
 
 
 def computed(kernel: str, head_dim: int, itemsize: int = 2, rows: int = FEWEST) -> dict[str, int]:
-    """Decode: two workers a multiprocessor, three where pages in float8 give them more to do and few rows leave the
-    registers for it, one where two would have too few units ahead; and the units that then fit. Prefill: the largest
-    block whose scores and output share the registers of a warpgroup, and the next one ahead.
+    """Decode: two workers a multiprocessor; one where two would have too few units ahead or registers; three where
+    pages in float8 give them more to do and few rows leave the registers for it; and the units that then fit. Prefill:
+    the largest block whose scores and output share the registers of a warpgroup, and the next one ahead.
     """
     if kernel == "prefill":
         return {"block": 128 if head_dim <= 128 else 64, "stages": 2}
-    pairs = 1 if head_dim > 128 else 3 if (itemsize, rows) == (1, FEWEST) else 2
+    pairs = 2
+    if head_dim > 128 or (itemsize == 1 and rows > 32):
+        pairs = 1
+    elif (itemsize, rows) == (1, FEWEST):
+        pairs = 3
     choices = [{"block": 64, "pairs": pairs, "stages": stages} for stages in range(1, 17)]
     sizes = [shared_bytes(kernel, head_dim, **choice, itemsize=itemsize, rows=rows) for choice in choices]
     return [choice for choice, size in zip(choices, sizes, strict=True) if size <= SHARED_MEMORY_BYTES][-1]

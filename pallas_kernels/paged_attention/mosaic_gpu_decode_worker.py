@@ -165,7 +165,7 @@ class Worker:
         decay = jnp.exp2(before - maximum)
         weights = jnp.exp2(scores * to_log2 - over(self.own_rows(unit, maximum, jnp.inf), scores))
         total = total * decay + weights.sum(axis=1)
-        out = self.add_values(unit, slot, out, weights, decay)
+        out = self.add_values(slot, out, weights, decay)
 
         @pl.when(ends)
         def _():
@@ -219,7 +219,7 @@ class Worker:
         """Makes them an operand, `[block, H]`; the threads have to meet before it is used."""
         plgpu.barrier_wait(self.v_arrived(slot))
         if self.wide_smem is not None:
-            widen(self.v_smem.at[slot], self.wide_smem)
+            widen(self.v_smem.at[slot], self.wide_smem, plgpu.Layout.WGMMA)
 
         @pl.when((unit.at + 1) * self.block > unit.kv_len)
         def _():
@@ -236,7 +236,7 @@ class Worker:
             seen &= position >= end - self.options.scoring.sliding_window
         return jnp.where(seen, scores, -jnp.inf)
 
-    def add_values(self, unit: Unit, slot: Array, out: Array, weights: Array, decay: Array) -> Array:
+    def add_values(self, slot: Array, out: Array, weights: Array, decay: Array) -> Array:
         """What the outputs have decayed to, and the values of this unit, weighted."""
         self.weights_smem[...] = weights.astype(self.weights_smem.dtype)
         self.decay_smem[...] = decay

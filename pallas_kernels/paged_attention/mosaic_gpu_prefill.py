@@ -262,7 +262,7 @@ class _Cta:
                 @pl.when(i >= ahead)
                 def _widen(pages=pages, fetched=fetched, target=target, arrived=arrived):
                     plgpu.barrier_wait(fetched.at[page_slot])
-                    widen(pages, target.at[slot])
+                    widen(pages, target.at[slot], plgpu.Layout.WGMMA_UPCAST_2X)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(arrived.at[slot])
 

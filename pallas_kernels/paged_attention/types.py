@@ -15,7 +15,8 @@ FP8_MAX = 448.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """All layers' pages of one layer kind. Page 0 is never allocated: padding rows write there.
+    """All layers' pages of one layer kind. Page 0, on a mesh that of each rank, is never allocated: padding
+    rows write there.
 
     Where `layers.kv_cache` says so, on TPU, the two last dimensions are those of rows that hold the heads one after the
     other: [.., K * H / 128, 128].
@@ -82,7 +83,7 @@ class AttentionBatch:
     there row `s * max_q_len + j` belongs to s, and a padding sequence has kv_len 0.
     """
 
-    page_table: Array  # i32 [S, max_pages], global page ids
+    page_table: Array  # i32 [S, max_pages], ids of all ranks' pages, or of this rank's once prepared
     kv_lens: Array  # i32 [S], KV positions after this step's write
     cu_q_lens: Array | None = None  # i32 [S+1], prefill region; None = decode region
     # Where the table holds only some pages of each sequence, in order (`sharding.kv_parallel`); None = all of them

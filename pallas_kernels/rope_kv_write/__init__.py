@@ -7,4 +7,5 @@ from jaxserve.pallas_kernels.rope_kv_write.mosaic_gpu import (
     for_heads as for_heads,
     rope_kv_write as rope_kv_write,
     unsupported as unsupported,
+    unsupported_heads as unsupported_heads,
 )

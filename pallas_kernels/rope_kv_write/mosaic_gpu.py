@@ -39,9 +39,14 @@ def unsupported(heads: Array, kv: KVCache) -> str | None:
     H, K = heads.shape[2], kv.k.shape[3]
     if reason := unsupported_dtypes("heads", heads.dtype, kv):
         return reason
-    count = heads_at_a_time(K)
-    if count * H // 2 % 128:
-        return f"{count} heads at a time of {H} dimensions do not fill the vectors of a warpgroup"
+    return unsupported_heads(K, H)
+
+
+def unsupported_heads(num_kv_heads: int, head_dim: int) -> str | None:
+    """Why the kernel cannot serve such heads; None if it can."""
+    count = heads_at_a_time(num_kv_heads)
+    if count * head_dim // 2 % 128:
+        return f"{count} heads at a time of {head_dim} dimensions do not fill the vectors of a warpgroup"
     return None
 
 

@@ -27,9 +27,11 @@ def test_people_see_every_column_in_full(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _, _ = run(*LLAMA, "--topology", "h200x8", "--context", "120000", "--batch", "16")
     assert code == 0
-    assert re.search(r"kv x tp +weights +KV pool +reserve +pages +tokens +fits +TPOT +prefill", out)
+    assert re.search(r"kv x tp +weights +state +pool +reserve +pages +tokens +fits +TPOT +prefill", out)
     assert "…" not in out
-    assert re.search(r"^ *2 x 4 +\d\.\d +\d+\.\d +10\.5 +[\d,]+ +[\d,]+ +yes +[\d.]+ +[\d,]+ *$", out, re.MULTILINE)
+    assert re.search(
+        r"^ *2 x 4 +\d\.\d +0\.2 +\d+\.\d +10\.5 +[\d,]+ +[\d,]+ +yes +[\d.]+ +[\d,]+ *$", out, re.MULTILINE
+    )
     assert "Collectives were measured between two GPUs" in out
 
 
@@ -48,22 +50,31 @@ def test_json_holds_what_was_asked_and_every_split(run):
     assert code == 0
     assert (plan["model"], plan["topology"], plan["context"], plan["batch"]) == ("llama-3.1-8b", "v5e-16", 4096, 4)
     assert (plan["device"], plan["num_devices"], plan["num_hosts"]) == ("TPU v5e", 16, 4)
-    assert len(plan["splits"]) == 1 + 2 + 3 + 4 + 5
+    assert len(plan["splits"]) == 1 + 2 + 3 + 5  # not of eight devices, half of the hosts
     (best,) = [split for split in plan["splits"] if split["best"]]
     assert best["fits"]
     assert best["tpot_ms"] == min(split["tpot_ms"] for split in plan["splits"] if split["fits"])
     assert sum(best["tpot_parts_ms"].values()) == pytest.approx(best["tpot_ms"])
     assert plan["ways_out"] == []
-    assert any("4 hosts of 4 devices" in note for note in plan["notes"])
+    assert any("4 hosts of 4 devices; a split over all 16 takes one process" in note for note in plan["notes"])
+
+
+@pytest.mark.parametrize(("batch", "said"), [(256, ""), (257, " --max-num-seqs 257")])
+def test_a_batch_beyond_the_default_needs_more_slots(run, batch, said):
+    arguments = (*LLAMA, "--topology", "h200", "--context", "128", "--batch", str(batch))
+    _, out, _, _ = run(*arguments)
+    assert f"\nBest: --kv-parallel-size 1 --tensor-parallel-size 1{said}\n" in out
+    _, out, _, _ = run(*arguments, "--json")
+    assert json.loads(out)["splits"][0]["max_num_seqs"] == batch
 
 
 def test_where_nothing_fits_it_says_what_would(run):
     arguments = (*LLAMA, "--topology", "v5e-1", "--context", "4096")
     code, out, _, _ = run(*arguments)
-    assert code == 2
+    assert code == 3
     assert "Nothing fits. What would:\n- --topology v5e-4\n" in out
     code, out, _, _ = run(*arguments, "--json")
-    assert code == 2
+    assert code == 3
     assert json.loads(out)["ways_out"] == ["--topology v5e-4"]
 
 

@@ -107,10 +107,10 @@ def make_llm(tiny_model, tmp_path_factory):
 
     def make(**options) -> LLM:
         made.append(LLM(tiny_model, **(TEST_OPTIONS | {"compilation_cache_dir": cache} | options)))
-        runner = made[-1].llm_engine.core.runner
-        for kind, kv in runner.kv.items():  # what nobody wrote must not be read
+        device = made[-1].llm_engine.core.runner.device
+        for kind, kv in device.kv.items():  # what nobody wrote must not be read
             pages = {"k": jnp.full_like(kv.k, jnp.nan), "v": jnp.full_like(kv.v, jnp.nan)}
-            runner.kv[kind] = dataclasses.replace(kv, **pages)
+            device.kv[kind] = dataclasses.replace(kv, **pages)
         return made[-1]
 
     yield make

@@ -66,9 +66,9 @@ def folder_of(config, path) -> str:
 def start(model: str, **options) -> LLM:
     """An engine whose pages hold NaN until they are written."""
     llm = LLM(model, **(OPTIONS | options))
-    runner = llm.llm_engine.core.runner
+    device = llm.llm_engine.core.runner.device
     nan = lambda leaf: jnp.full_like(leaf, jnp.nan, device=leaf.sharding) if leaf.ndim == 5 else leaf  # noqa: E731
-    runner.kv = jax.tree.map(nan, runner.kv)
+    device.kv = jax.tree.map(nan, device.kv)
     return llm
 
 

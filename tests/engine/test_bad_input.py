@@ -227,7 +227,7 @@ def test_unknown_keywords_are_errors_everywhere(llm, tiny_model):
 BAD_OPTIONS = [
     ({"page_size": 12}, "page_size must be a power of two, got 12"),
     ({"dtype": "int4"}, "dtype must be one of"),
-    ({"kv_cache_dtype": "fp8_e5m2"}, r"kv_cache_dtype must be one of \('auto', 'fp8', 'fp8_e4m3'\), got 'fp8_e5m2'"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, r"kv_cache_dtype must be one of \('auto', 'fp8'\), got 'fp8_e5m2'"),
     ({"num_pages": 1}, "num_pages must be None or an integer >= 2"),
     ({"num_pages": 10**12}, "num_pages must be None or at most"),
     ({"max_num_seqs": 10**8}, "max_num_seqs must be None or at most"),
@@ -248,6 +248,7 @@ BAD_OPTIONS = [
     ({"max_num_seqs": 65}, "max_num_seqs"),
     ({"max_num_seqs": 0}, "max_num_seqs must be None or an integer >= 1"),
     ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be None or an integer >= 1"),
+    ({"max_logprobs": None}, "max_logprobs must be an integer >= -1, got None"),
     ({"async_scheduling": "no"}, "async_scheduling must be True or False"),
     ({"enable_prefix_caching": 0}, "enable_prefix_caching must be True or False"),
 ]

@@ -12,7 +12,7 @@ EXPERT_BYTES = 3 * D * F * 4  # float32
 
 @pytest.fixture
 def engine(tmp_path):
-    def start(top_k: int, **options):
+    def start(top_k: int, num_experts: int = EXPERTS, **options):
         config = {
             "architectures": ["Qwen3MoeForCausalLM"],
             "vocab_size": 64,
@@ -25,7 +25,7 @@ def engine(tmp_path):
             "max_position_embeddings": 256,
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e4,
-            "num_experts": EXPERTS,
+            "num_experts": num_experts,
             "num_experts_per_tok": top_k,
             "moe_intermediate_size": F,
             "tie_word_embeddings": True,
@@ -49,6 +49,17 @@ def test_a_lone_token_reads_one_expert_a_layer_and_padding_none(engine):
         assert len(counted) >= 6
         assert counted == [LAYERS * EXPERT_BYTES] * len(counted)
         assert llm.get_metrics()["jaxserve:expert_bytes"] == sum(counted)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "kv", "tp"), [(6, 1, 4), pytest.param(4, 2, 1, marks=pytest.mark.full)], ids=str
+)
+def test_experts_of_all_ranks_are_counted_and_padding_is_not(engine, num_experts, kv, tp):
+    """6 experts on 4 ranks, two on each: the last rank has none, and nothing of the padding is read."""
+    sizes = {"tensor_parallel_size": tp, "kv_parallel_size": kv}
+    with engine(top_k=num_experts, num_experts=num_experts, **sizes) as llm:
+        counted = answer(llm, [[7, 8]])
+        assert counted == [LAYERS * num_experts * EXPERT_BYTES] * len(counted)
 
 
 def test_layered_prefill_reads_each_group_once_beside_the_decodes(engine):

@@ -36,9 +36,9 @@ def test_tokens_do_not_depend_on_prefix_cache_preemption_or_chunks(make_llm, pla
 
 
 def test_the_pages_are_in_float8_and_that_changes_what_the_model_says(make_llm, plain):
-    llm = make_llm(**(OPTIONS | {"kv_cache_dtype": "fp8_e4m3"}))
+    llm = make_llm(**(OPTIONS | {"kv_cache_dtype": "fp8"}))
     assert run(llm) == plain
-    assert all(kv.k.dtype == kv.v.dtype == FP8 for kv in llm.llm_engine.core.runner.kv.values())
+    assert all(kv.k.dtype == kv.v.dtype == FP8 for kv in llm.llm_engine.core.runner.device.kv.values())
     assert run(make_llm(**(OPTIONS | {"kv_cache_dtype": "auto"}))) != plain
 
 

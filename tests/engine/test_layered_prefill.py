@@ -185,13 +185,13 @@ def test_prompt_logprobs_come_with_the_last_group(whole, small, monkeypatch):
 
 def test_programs_that_are_not_ready_come_in_the_background_and_nobody_waits(small):
     runner = small[0].llm_engine.core.runner
-    gate, forward = threading.Event(), runner._forward
+    gate, forward = threading.Event(), runner.device.forward
 
     def build(key, compiled):
         assert gate.wait(10)
         return lambda: key
 
-    runner._forward = table = Programs("forward", build, runner._compiler, None)
+    runner.device.forward = table = Programs("forward", build, runner.device.compiler, None)
     runner._warm_up_jobs = [concurrent.futures.Future()]  # there was a warm-up
     try:
         assert runner.span_rows(9, 2, [(0, 2), (2, 3)]) is None
@@ -204,7 +204,7 @@ def test_programs_that_are_not_ready_come_in_the_background_and_nobody_waits(sma
         assert table.get(dataclasses.replace(keys[0], decode_rows=0))[0] == keys[0]  # stands in
         assert table.num_stalls == 0
     finally:
-        runner._forward, runner._warm_up_jobs = forward, []
+        runner.device.forward, runner._warm_up_jobs = forward, []
 
 
 def test_only_decode_rows_sample_before_the_last_group():

@@ -477,8 +477,12 @@ def test_request_metrics_are_in_order(llm):
     assert times == sorted(times)
 
 
-def test_nothing_compiles_in_a_step_after_warm_up(make_llm):
-    llm = make_llm(warm_up="blocking", max_num_batched_tokens=32)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"prefill": "layered", "target_tbt_ms": 1e-3}, marks=pytest.mark.full)]
+)
+def test_nothing_compiles_in_a_step_after_warm_up(make_llm, options):
+    llm = make_llm(warm_up="blocking", max_num_batched_tokens=32, **options)
+    assert llm.get_metrics()["jaxserve:num_stalls"] == 0
     params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=2, presence_penalty=0.1)
     llm.generate([[5] * n for n in (1, 30, 60, 7)], [GREEDY, params, GREEDY, params], use_tqdm=False)
     assert llm.get_metrics()["jaxserve:num_stalls"] == 0
@@ -497,7 +501,7 @@ def test_a_closed_engine_gives_its_memory_back(make_llm):
     before = live()
     llm = make_llm(num_pages=512)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    kv = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.llm_engine.core.runner.kv))
+    kv = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.llm_engine.core.runner.device.kv))
     assert live() - before > kv
     llm.close()
     assert live() - before < kv / 8

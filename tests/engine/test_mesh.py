@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from meshes import DENSE, EDITED, GREEDY, MODELS, OPTIONS, PROMPTS, SEEDED, collectives, folder_of, start, tokens
 
+from jaxserve.device import Rows
 from jaxserve.exceptions import ParameterError
 from jaxserve.layers.sampler import SamplingFeatures
-from jaxserve.runner import Rows
 from jaxserve.scheduler import layered
 from jaxserve.step_programs import SampleShape, StepShape
 
@@ -86,8 +86,8 @@ def test_swapped_pages_are_noticed(llm, alone):
         if not swap:
             while engine.has_unfinished_requests():
                 got |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
-        runner.kv = jax.tree.map(
-            lambda pages: jax.device_put(jnp.roll(pages, num_pages, axis=1), pages.sharding), runner.kv
+        runner.device.kv = jax.tree.map(
+            lambda pages: jax.device_put(jnp.roll(pages, num_pages, axis=1), pages.sharding), runner.device.kv
         )
     assert [got["0"], got["1"]] != alone("dense")[2:4]
     assert engine.reset_prefix_cache()
@@ -97,7 +97,7 @@ def test_a_step_holds_the_collectives_of_the_design(llm):
     """A layer: one all-reduce after attention, one after the MLP, and one all-to-all between ranks of kv. One
     all-reduce more for the embedding. No keys or values pass between ranks.
     """
-    programs = llm.llm_engine.core.runner._forward
+    programs = llm.llm_engine.core.runner.device.forward
     for shape in (
         StepShape(decode_rows=2, prefill_tokens=0, prefill_seqs=0),
         StepShape(decode_rows=2, prefill_tokens=16, prefill_seqs=2),
@@ -108,7 +108,7 @@ def test_a_step_holds_the_collectives_of_the_design(llm):
 
 def test_sampling_gathers_no_logits(llm):
     """The best of each rank, or an exchange of columns for rows; then 4 bytes a row and result."""
-    programs = llm.llm_engine.core.runner._sample
+    programs = llm.llm_engine.core.runner.device.sample
     greedy = programs.get(SampleShape(rows=2, features=SamplingFeatures()))[1]
     assert collectives(greedy) == {"all-gather": 1}
     random = programs.get(SampleShape(rows=2, features=SamplingFeatures(random=True)))[1]
@@ -120,26 +120,26 @@ def test_sampling_gathers_no_logits(llm):
 
 def test_writing_slots_and_tables_needs_no_collective(llm):
     runner = llm.llm_engine.core.runner
-    for programs, rows in ((runner._update_tables, 16), (runner._start_slots, 8)):
+    for programs, rows in ((runner.device.update_tables, 16), (runner.device.start_slots, 8)):
         assert not collectives(programs.get(Rows(rows))[1])
 
 
 def test_each_device_holds_its_share(llm):
-    runner, layer = llm.llm_engine.core.runner, llm.llm_engine.core.runner._params["layers"][0]
+    runner, layer = llm.llm_engine.core.runner, llm.llm_engine.core.runner.device.params["layers"][0]
     shards = {name: leaf.addressable_shards[0].data.shape for name, leaf in layer.items()}
     assert shards["gate_up"] == (2 * 17, 32)
     assert shards["down"] == (32, 17)
     assert shards["qkv"] == ((8 + 2 + 2) * 8, 32)  # 2 of the 3 KV heads, and zeros for a fourth
     assert shards["o"] == (32, 4 * 8)
-    assert runner._params["embed"].addressable_shards[0].data.shape == (81, 32)
-    assert runner.kv["full"].k.addressable_shards[0].data.shape == (2, 240, 4, 2, 8)
-    assert len(runner._params["embed"].sharding.device_set) == 4
+    assert runner.device.params["embed"].addressable_shards[0].data.shape == (81, 32)
+    assert runner.device.kv["full"].k.addressable_shards[0].data.shape == (2, 240, 4, 2, 8)
+    assert len(runner.device.params["embed"].sharding.device_set) == 4
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be None or an integer >= 1, got 0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer >= 1, got 0"),
         ({"kv_parallel_size": None}, "kv_parallel_size must be an integer >= 1, got None"),
         ({"tensor_parallel_size": 16}, "needs 16 devices, got 8 .*; lower one of them"),
         ({"kv_parallel_size": 4, "num_pages": 401}, "multiple of kv_parallel_size 4 .*, got 401; give 404"),
@@ -167,7 +167,7 @@ def test_the_mesh_composes_with(models, alone, options, kv, tp, monkeypatch):
     llm = start(models["dense"], kv_parallel_size=kv, tensor_parallel_size=tp, **options)
     assert tokens(llm) == alone("dense")
     assert tokens(llm) == alone("dense")  # a second time, with a filled prefix cache
-    spans = {shape.span for shape in llm.llm_engine.core.runner._forward._ready} - {None}
+    spans = {shape.span for shape in llm.llm_engine.core.runner.device.forward._ready} - {None}
     assert spans == ({(0, 1), (1, 2)} if "prefill" in options else set())
     llm.close()
 

@@ -33,11 +33,12 @@ def test_a_plan_weighs_what_the_engine_holds(tmp_path, name, kv, tp, options):
     with LLM(model, **options) as llm:
         core = llm.llm_engine.core
         runner, pool = core.runner, core.scheduler.pool
-        pages = [leaf for leaf in jax.tree.leaves(runner.kv) if leaf.ndim == 5]
+        state = jax.tree.leaves((runner.device._sequences, runner.device._sampling))
+        pages = [leaf for leaf in jax.tree.leaves(runner.device.kv) if leaf.ndim == 5]
         for device in jax.devices()[: kv * tp]:
-            assert held(jax.tree.leaves(runner._params), device) == planned.weights_bytes
+            assert held(jax.tree.leaves(runner.device.params), device) == planned.weights_bytes
             assert held(pages, device) == planned.pool_bytes
+            assert held(state, device) == planned.state_bytes
         assert runner.config.num_pages == planned.num_pages > kv
         assert pool.num_usable * pool.page_size == planned.num_tokens
-        assert planned.sizes is not None
-        assert runner.config == planned.sizes[1]
+        assert runner.config == planned.runner

@@ -10,7 +10,15 @@ import pytest
 from one_layer import LLAMA
 
 from jaxserve import SamplingParams
-from jaxserve.config import EngineConfig, prefill_seqs, resolve
+from jaxserve.config import (
+    DeviceMemory,
+    EngineConfig,
+    NoRoomError,
+    kv_bytes_per_token,
+    prefill_seqs,
+    resolve,
+    state_bytes,
+)
 from jaxserve.layers.sampler import SamplingFeatures
 from jaxserve.models import get_model
 from jaxserve.programs import Compiler, Programs
@@ -74,7 +82,7 @@ def test_a_larger_program_stands_in_until_what_steps_asked_for_is_waited_for(mak
     while len(engine.step()) < 1:
         pass
     engine.core.runner.wait_for_programs()
-    assert engine.core.runner._forward.is_ready(decode)
+    assert engine.core.runner.device.forward.is_ready(decode)
     llm.close()
 
 
@@ -138,6 +146,22 @@ def test_programs_cover_every_plan_that_the_budget_allows(backend, max_num_seqs,
                 found = next(shape for shape in shapes if shape.covers(plan))
                 if budget >= 512 and tokens:  # no step is larger than its budget, rounded up
                     assert found.cost <= config.prefill_tokens[-1]
+
+
+def test_the_pool_leaves_room_for_the_state_of_the_slots():
+    model, device = get_model(LLAMA).config, DeviceMemory(on_cpu=False, limit_bytes=2**26)
+
+    def num_pages(max_num_seqs: int, **options: int) -> int:
+        config = EngineConfig.of("m", max_model_len=64, max_num_seqs=max_num_seqs, **options)
+        return resolve(config, model, params_bytes=0, device=device)[1].num_pages
+
+    page_bytes = 64 * kv_bytes_per_token(model, 2)
+    state = state_bytes(1000, 1, model.vocab_size) - state_bytes(1, 1, model.vocab_size)
+    assert (num_pages(1) - num_pages(1000)) * page_bytes == pytest.approx(state, abs=page_bytes)
+    assert state > 2 * page_bytes
+    assert num_pages(1000, kv_cache_memory_bytes=10 * page_bytes) == 10  # what is asked for is given
+    with pytest.raises(NoRoomError, match=r"0 bytes are left after 0 bytes of weights and \d+ of state for 16384 seq"):
+        num_pages(2**14, device_memory_utilization=0.01)
 
 
 def test_a_thread_is_in_its_context_while_there_is_work():

@@ -18,6 +18,7 @@ from jaxserve.layers.sampler import (
     sample,
     score,
 )
+from jaxserve.sharding.mesh import FLAT, make_mesh, on_ranks
 from jaxserve.step_programs import update_masks
 
 V = 50
@@ -59,6 +60,19 @@ def random_logits(seed=0):
 def test_greedy_takes_the_largest_logit():
     logits = random_logits()
     assert draw(logits, GREEDY)[0] == draw(logits, ALL)[0] == int(np.argmax(logits))
+
+
+@pytest.mark.parametrize("nan", [slice(None), slice(0, 1), slice(V - 1, V)], ids=["all", "first", "last"])
+@pytest.mark.parametrize("features", [GREEDY, SamplingFeatures(random=True)], ids=["greedy", "random"])
+def test_nan_logits_give_the_last_token_on_any_mesh(nan, features):
+    """Each of 4 ranks has 13 of 52 columns, of which the vocabulary lacks the last two."""
+    logits = np.pad(random_logits(), (0, -V % 4))
+    logits[nan] = np.nan
+    mesh = make_mesh(2, 2)
+    specs = lambda: ((jax.P(None, FLAT), jax.P(), jax.P(), jax.P()), jax.P())  # noqa: E731
+    run = on_ranks(mesh, lambda *arguments: sample(*arguments, features)[0].token_ids, specs)
+    token_ids = run(jnp.asarray(logits)[None], jnp.array([1]), *states())
+    assert token_ids.tolist() == [draw(logits[:V], features)[0]] == [V - 1]
 
 
 @given(st.integers(0, 10_000), st.integers(1, V + 5))

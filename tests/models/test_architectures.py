@@ -10,6 +10,7 @@ from paged_golden import CASES, GOLDEN, build_params, load
 
 from jaxserve.models import Model, Target, get_model
 from jaxserve.models.base import ModelConfig
+from jaxserve.sharding.mesh import abstract_mesh
 
 V5_CONFIGS = json.loads((GOLDEN / "configs_v5.json").read_text())
 GEMMA3_4B = {  # the published text_config, which leaves the rest to defaults
@@ -244,12 +245,11 @@ def test_random_parameters_have_the_abstract_shapes(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_dimension_has_a_logical_axis(case):
+    """`placements` refuses a leaf whose names are not as many as its dimensions."""
     model: Model = load(case)[0]
-    axes = jax.tree.leaves(
-        model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple) and not isinstance(leaf[0], dict)
-    )
-    shapes = jax.tree.leaves(model.abstract_params(jnp.bfloat16))
-    assert [len(names) for names in axes] == [leaf.ndim for leaf in shapes]
+    abstract = model.abstract_params(jnp.bfloat16)
+    places = model.placements(abstract_mesh(2, 2))
+    assert jax.tree.structure(places) == jax.tree.structure(abstract)
 
 
 def test_incomplete_weights_do_not_pass_as_a_model():

@@ -18,8 +18,8 @@ def test_every_query_head_is_computed_once_beside_its_kv_head(num_heads, num_kv_
     assert sorted(found) == list(range(num_heads))
     for queries, kv_head in zip(layout.queries.reshape(-1, layout.queries.shape[-1]), layout.kvs.flat, strict=True):
         assert set(queries) - {NONE} <= set(range(kv_head * group, (kv_head + 1) * group) if kv_head != NONE else ())
-    assert layout.queries_a_rank % kv == 0
-    assert layout.queries_a_rank % layout.kvs_a_rank == 0
+    assert layout.num_heads_per_rank % kv == 0
+    assert layout.num_heads_per_rank % layout.num_kv_heads_per_rank == 0
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "tp"), [(32, 8, 8), (32, 8, 2), (32, 8, 16), (8, 1, 4)])
@@ -27,7 +27,7 @@ def test_counts_that_divide_need_no_padding(num_heads, num_kv_heads, tp):
     layout = head_layout(num_heads, num_kv_heads, 1, tp)
     assert NONE not in layout.queries
     assert NONE not in layout.kvs
-    assert layout.kvs_a_rank == max(1, num_kv_heads // tp)
+    assert layout.num_kv_heads_per_rank == max(1, num_kv_heads // tp)
 
 
 def test_few_kv_heads_are_copied():

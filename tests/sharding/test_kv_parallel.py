@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from jaxserve.layers.attention import own_pages
 from jaxserve.pallas_kernels.paged_attention import AttentionBatch, KVCache, paged_attention
-from jaxserve.sharding.kv_parallel import merge_over_kv, own_page, own_pages
+from jaxserve.sharding.kv_parallel import merge_over_kv, own_page
 from jaxserve.sharding.mesh import FLAT, make_mesh, on_ranks
 from jaxserve.sharding.rules import kv_specs
 
@@ -52,7 +53,7 @@ def make_case(kv_lens, ranks, num_ranks, kind, seed):
 @functools.partial(jax.jit, static_argnames=("mesh", "window"))
 def attend(q, kv, batch, *, mesh=None, window=None):
     def run(q, kv, batch):
-        own = own_pages(batch, kv.k.shape[1], PAGE_SIZE)
+        own = own_pages(batch, kv, window)
         how = {"scale": H**-0.5, "sliding_window": window, "implementation": "xla"}
         return merge_over_kv(*paged_attention(q, kv, 0, own, return_lse=True, **how))
 
@@ -103,3 +104,23 @@ def test_other_ranks_pages_are_written_to_the_null_page():
     assert run(jnp.array([0, 3, 10, 12, 39])).tolist() == [
         [0, 3, 0, 0, 0], [0, 0, 0, 2, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 9],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("q_len", "window", "first"), [(1, None, 0), (1, 11, 4), (1, 10, 5), (1, 7, 5), (1, 6, 6), (3, 6, 5)]
+)
+def test_a_rank_reads_no_page_below_the_window(q_len, window, first):
+    """Of 30 tokens in 8 pages, ranks taking turns: positions from `30 - q_len + 1 - window` on are seen."""
+    _, kv, batch = make_case([30], [[0, 1] * 4], 2, "decode", seed=0)
+    batch = dataclasses.replace(batch, max_q_len=q_len)
+
+    def run(kv, batch):
+        own = own_pages(batch, kv, window)
+        return own.page_numbers, own.own_lens
+
+    specs = lambda: ((kv_specs(kv), jax.P()), jax.P("kv"))  # noqa: E731
+    numbers, lens = on_ranks(make_mesh(2, 1), run, specs)(kv, batch)
+    for rank in (0, 1):
+        pages = [n for n in range(8) if n % 2 == rank and n >= first]
+        assert numbers[rank, : len(pages)].tolist() == pages
+        assert lens[rank] == sum(min(PAGE_SIZE, 30 - n * PAGE_SIZE) for n in pages)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.layers.quantized import quantize_int8
 from jaxserve.sharding.heads import head_layout
-from jaxserve.sharding.mesh import FLAT, bytes_a_device, make_mesh
+from jaxserve.sharding.mesh import FLAT, bytes_per_device, make_mesh
 from jaxserve.sharding.placement import placement
 from jaxserve.sharding.rules import param_specs, spec_of
 
@@ -46,7 +46,7 @@ def test_rows_lie_rank_by_rank_with_zeros_between(on_host):
     assert put[:, 0].tolist() == [row for part in parts for row in part]
     by_rank = {shard.device: shard.data[:, 0].tolist() for shard in put.addressable_shards}
     assert [by_rank[device] for device in mesh.devices.T.flat] == parts  # ranks of tp first
-    assert bytes_a_device(put) == place.bytes_a_device(leaf) == 16
+    assert bytes_per_device(put.shape, put.dtype, put.sharding) == place.bytes_per_device(leaf) == 16
 
 
 def test_a_mesh_may_use_fewer_devices_than_there_are():
