@@ -14,6 +14,7 @@ from jaxserve.pallas_kernels.paged_attention.types import (
     KVCache as KVCache,
     quantize,
 )
+from jaxserve.pallas_kernels.target import target_device
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +60,7 @@ class CacheShape(Protocol):
 
 def init_kv_cache(config: CacheShape, *, num_pages: int, page_size: int, dtype: DTypeLike) -> dict[str, KVCache]:
     """Empty caches, one for each layer kind. They share page ids: page p of every kind holds the same tokens."""
-    position = position_shape(config.num_kv_heads, config.head_dim, jax.default_backend())
+    position = position_shape(config.num_kv_heads, config.head_dim, target_device().platform)
     return {
         kind: KVCache.zeros(
             config.layer_kinds.count(kind), num_pages, page_size, position, dtype, num_kv_heads=config.num_kv_heads

@@ -165,7 +165,9 @@ def arguments(model, platform: str, place: SingleDeviceSharding):
         kv = init_kv_cache(model.config, num_pages=NUM_PAGES[platform], page_size=PAGE_SIZE, dtype=jnp.bfloat16)
         return params, kv, init_sequences(NUM_SLOTS, MAX_PAGES)
 
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), jax.eval_shape(make))
+    with jax.default_device(*place.device_set):
+        shapes = jax.eval_shape(make)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)
 
 
 def on_mesh(model, args: tuple, mesh: Mesh) -> tuple:
@@ -180,20 +182,18 @@ def num_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def lowering_for(platform: str, place: Sharding | None):
-    """The context of tracing and lowering: Pallas asks a mesh which GPU it is for."""
-    if platform != "cuda" or isinstance(place, NamedSharding):  # the step brings the mesh
-        return contextlib.nullcontext()
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device))
-
-
-def compile_for(platform: str, function, *args, place: Sharding | None = None, **options):
-    if platform == "cuda":
-        options["compiler_options"] = COMPILER_OPTIONS["gpu"]
-    with lowering_for(platform, place):
-        lowered = jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform,))
-    return lowered.compile()
+def compile_for(function, *args, **options):
+    """For the devices that the arguments are on."""
+    sharding = jax.tree.leaves(args)[0].sharding
+    device = min(sharding.device_set, key=lambda device: device.id)
+    mesh, platform = contextlib.nullcontext(), device.platform
+    if platform == "gpu":
+        options["compiler_options"], platform = COMPILER_OPTIONS["gpu"], "cuda"
+        if isinstance(sharding, SingleDeviceSharding):  # Pallas asks a mesh which GPU it is; else the step brings one
+            abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+            mesh = use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=abstract))
+    with jax.default_device(device), mesh:
+        return jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform,)).compile()
 
 
 def kernels_of(compile_it: Callable[[], Any]) -> dict:
@@ -210,7 +210,7 @@ def kernels_of(compile_it: Callable[[], Any]) -> dict:
     }
 
 
-def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: str = "cuda") -> Any:
+def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: str) -> Any:
     N, K, H = shape.heads
     position, num_pages = position_shape(K, H, platform), 256
     if platform == "tpu":  # a GiB of keys, which no copy of can be put into the vector memory
@@ -229,7 +229,7 @@ def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: 
     )
     q = struct((shape.rows, N, H), jnp.bfloat16)
     kv = paged_attention.KVCache(k=pages, v=pages, k_scale=scale, v_scale=scale)
-    return compile_for(platform, attention, q, kv, struct((), jnp.int32), batch)
+    return compile_for(attention, q, kv, struct((), jnp.int32), batch)
 
 
 def compile_on_tpu(shape: KernelShape, family: str) -> dict:
@@ -247,7 +247,7 @@ def compile_dense_layer(num_rows: int, struct: Callable[..., Any]) -> Any:
     layer, progress = struct((), jnp.int32), struct((2,), jnp.int32)
     rows = [struct((num_rows, D), jnp.bfloat16)] * 2
     run = functools.partial(dense_layer.dense_layer, eps=1e-5, offset=0.0)
-    return compile_for("cuda", run, *rows, weights, layer, progress, donate_argnums=4)
+    return compile_for(run, *rows, weights, layer, progress, donate_argnums=4)
 
 
 def compile_experts(num_tokens: int, struct: Callable[..., Any]) -> Any:
@@ -260,7 +260,7 @@ def compile_experts(num_tokens: int, struct: Callable[..., Any]) -> Any:
     def layer(args: dict[str, Any], layer: Any) -> Any:
         return moe(**args, layer=layer, top_k=8, normalize=True, act="silu")[0]
 
-    return compile_for("cuda", layer, args, struct((), jnp.int32))
+    return compile_for(layer, args, struct((), jnp.int32))
 
 
 def inside_and_outside_the_loop(hlo: str) -> tuple[str, str]:
@@ -298,7 +298,7 @@ def compile_step(model, shape: StepShape, platform: str, place: Sharding, args) 
     step = functools.partial(forward_step, model, shape=shape)
     frontier = jax.ShapeDtypeStruct((shape.prefill_tokens, LLAMA["hidden_size"]), jnp.bfloat16, sharding=place)
     inputs = (*args, ints, frontier) if shape.starts_above else (*args, ints)
-    compiled = compile_for(platform, step, *inputs, donate_argnums=(1, 2), place=place)
+    compiled = compile_for(step, *inputs, donate_argnums=(1, 2))
     memory = compiled.memory_analysis()
     assert memory is not None
     found: dict = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
@@ -316,7 +316,6 @@ def main(platform: str) -> None:
     place = SingleDeviceSharding(devices[0])
     args = arguments(model, platform, place)
     result: dict = {"weights_bytes": num_bytes(args[0]), "cache_bytes": num_bytes(args[1])}
-    paged_attention.preferred = lambda: KERNELS_OF[platform]  # as on the target
     if platform == "tpu":
         result["kernels"] = {
             f"{family}_{name}": compile_on_tpu(shape, family)
@@ -325,7 +324,9 @@ def main(platform: str) -> None:
         }
     if platform == "cuda":
         struct = functools.partial(jax.ShapeDtypeStruct, sharding=place)
-        compiles = {name: functools.partial(compile_attention, shape, struct) for name, shape in KERNELS.items()}
+        compiles = {
+            name: functools.partial(compile_attention, shape, struct, "cuda") for name, shape in KERNELS.items()
+        }
         compiles |= {f"dense_layer_{n}": functools.partial(compile_dense_layer, n, struct) for n in (8, 16)}
         compiles |= {name: functools.partial(compile_experts, tokens, struct) for name, tokens in EXPERTS.items()}
         result["kernels"] = {name: kernels_of(compile_it) for name, compile_it in compiles.items()}

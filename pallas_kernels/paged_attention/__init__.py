@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Any, Literal
 
-import jax
 from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import decode_work, mosaic_gpu, mosaic_tpu, prefill_work, xla
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch, KVCache as KVCache
+from jaxserve.pallas_kernels.target import target_device
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 HopperWork = decode_work.Work | prefill_work.Work  # what `prepare` adds to a batch for the Hopper kernels
@@ -81,8 +81,8 @@ def prepare(
 
 
 def preferred() -> Implementation:
-    """What is fastest on the device here, where it can serve."""
-    device = jax.devices()[0]
+    """What is fastest on the device that programs are made for, where it can serve."""
+    device = target_device()
     if device.platform == "tpu":
         return "mosaic_tpu"
     hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
