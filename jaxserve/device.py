@@ -243,7 +243,9 @@ def _empty_cache(model: Model, config: RunnerConfig, dtype: jnp.dtype) -> dict[s
     num_pages = config.num_pages // config.kv_parallel_size
 
     def make() -> dict[str, KVCache]:
-        return init_kv_cache(model.config, num_pages=num_pages, page_size=config.page_size, dtype=dtype)
+        page_meta = model.sparse and model.sparse.page_meta
+        sizes = {"num_pages": num_pages, "page_size": config.page_size}
+        return init_kv_cache(model.config, **sizes, dtype=dtype, page_meta=page_meta)
 
     return on_ranks(model.mesh, make, lambda: ((), kv_specs(jax.eval_shape(make))))()
 

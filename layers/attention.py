@@ -11,6 +11,9 @@ from jaxtyping import Float, Int
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, write_kv
 from jaxserve.layers.linear import Weight, linear
 from jaxserve.layers.rope import apply_rope, rotation
+from jaxserve.layers.sparse.attend import Attention, attend_prefill, attend_selected
+from jaxserve.layers.sparse.hooks import LayerPolicies, SparseStep
+from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import HopperWork, Implementation, paged_attention, prepare
@@ -37,9 +40,16 @@ def project_qkv(
 
 
 def prepare_batch(
-    batch: StepBatch, kv: KVCache, spec: AttentionSpec, implementation: Implementation | None = None
+    batch: StepBatch,
+    kv: KVCache,
+    spec: AttentionSpec,
+    implementation: Implementation | None = None,
+    policies: LayerPolicies | None = None,
 ) -> StepBatch:
-    """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here."""
+    """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here.
+
+    `policies` are those of sparse attention in these layers; layers with a sliding window have none.
+    """
     cut = batch.num_decode_rows
     options = {
         "num_heads": spec.num_heads,
@@ -53,10 +63,14 @@ def prepare_batch(
         else prepare(_simplest(own_pages(region, kv, spec.sliding_window), spec), kv, num_rows=num_rows, **options)
         for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))
     )
+    sparse = None
+    if policies is not None and spec.sliding_window is None:
+        sparse = SparseStep(policies=policies, prefill=batch.prefill)
+        decode = batch.decode if policies.decode is not None else decode  # its pages are selected layer by layer
     turn = rotation(batch.positions, spec.frequencies)
     if on_hopper(decode, prefill):
         turn = rope_kv_write.for_heads(turn, kv)
-    return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows())
+    return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows(), sparse=sparse)
 
 
 def own_pages(region: AttentionBatch, kv: KVCache, sliding_window: int | None) -> AttentionBatch:
@@ -111,15 +125,41 @@ def attend(
         batch: as `prepare_batch` made it.
     """
     q, kv = _rotate_and_write(heads, kv, layer, batch)
+    if batch.sparse is not None and (page_meta := batch.sparse.policies.page_meta):
+        kv = fold(kv, layer, page_meta, heads.shape[2], batch.page_ids, batch.page_offsets)
     cut = batch.num_decode_rows
     options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
-    outs = [
-        paged_attention(rows, kv, layer, region, **options, return_lse=True, implementation=implementation)
-        for rows, region in ((q[:cut], batch.decode), (q[cut:], batch.prefill))
-        if region is not None
-    ]
+
+    def attention(rows: Array, region: AttentionBatch) -> tuple[Array, Array]:
+        return paged_attention(rows, kv, layer, region, **options, return_lse=True, implementation=implementation)
+
+    if batch.sparse is not None:
+        outs = _attend_sparse(q, kv, layer, batch, batch.sparse, attention)
+    else:
+        regions = ((q[:cut], batch.decode), (q[cut:], batch.prefill))
+        outs = [attention(rows, region) for rows, region in regions if region is not None]
     out, lse = outs[0] if len(outs) == 1 else map(jnp.concatenate, zip(*outs, strict=True))
     return merge_over_kv(out, lse), kv
+
+
+def _attend_sparse(
+    q: Array, kv: KVCache, layer: int | Array, batch: StepBatch, sparse: SparseStep, attention: Attention
+) -> list[tuple[Array, Array]]:
+    """What each region's rows read of the pages that policies select for them."""
+    outs, cut, policies = [], batch.num_decode_rows, sparse.policies
+    if batch.decode is not None and policies.decode is not None:
+        outs.append(attend_selected(policies.decode, q[:cut], kv, layer, batch.decode, attention))
+    elif batch.decode is not None:
+        outs.append(attention(q[:cut], batch.decode))
+    if (prefill := batch.prefill) is not None:
+        assert sparse.prefill is not None
+        is_answer = None if batch.is_answer is None else batch.is_answer[cut:]
+        outs.append(
+            attend_prefill(
+                policies, q[cut:], kv, layer, sparse.prefill, is_answer, attention, lambda: attention(q[cut:], prefill)
+            )
+        )
+    return outs
 
 
 def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch) -> tuple[Array, KVCache]:

@@ -54,6 +54,10 @@ def param_specs(params: Any, axes: Mapping[str, Axes]) -> Any:
 
 
 def kv_specs(kv: Any) -> Any:
-    """The specs of KV caches: pages [L, P, page_size, K, H], and what there is once a head, [L, K]."""
-    pages, heads = spec_of((None, "pages", None, "kv_heads", None)), spec_of((None, "kv_heads"))
-    return jax.tree.map(lambda leaf: pages if leaf.ndim == 5 else heads, kv)
+    """The specs of KV caches: pages [L, P, page_size, K, H], their metadata [L, P, K, M], and scales [L, K]."""
+    specs = {
+        5: spec_of((None, "pages", None, "kv_heads", None)),
+        4: spec_of((None, "pages", "kv_heads", None)),
+        2: spec_of((None, "kv_heads")),
+    }
+    return jax.tree.map(lambda leaf: specs[leaf.ndim], kv)

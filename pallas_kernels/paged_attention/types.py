@@ -22,12 +22,15 @@ class KVCache:
     other: [.., K * H / 128, 128].
 
     With pages in float8_e4m3fn, keys are `k_scale * k` and values `v_scale * v`: there is one scale a layer and head.
+
+    `meta` is what sparse attention keeps of each page's keys (`layers.sparse`); M is up to its policy.
     """
 
     k: Array  # [L, P, page_size, K, H]
     v: Array  # [L, P, page_size, K, H]
     k_scale: Array | None = None  # f32 [L, K], above 0; None = 1
     v_scale: Array | None = None
+    meta: Array | None = None  # [L, P, K, M]
 
     @classmethod
     def zeros(
@@ -81,6 +84,10 @@ class AttentionBatch:
     q_len 0 and kv_len 0; rows at and beyond `cu_q_lens[-1]` are padding and come out as zeros.
     In the decode region every sequence has exactly `max_q_len` rows (padding ones too), so that no packing is needed:
     there row `s * max_q_len + j` belongs to s, and a padding sequence has kv_len 0.
+
+    A decode region with one row a sequence may have a table for each KV head (`layers.sparse`): `page_table`
+    [S, K, max_pages] and `kv_lens` [S, K]. Then a row sees, with the heads of each group, all tokens of these pages;
+    only the last one may be part full.
     """
 
     page_table: Array  # i32 [S, max_pages], ids of all ranks' pages, or of this rank's once prepared
@@ -91,3 +98,8 @@ class AttentionBatch:
     own_lens: Array | None = None  # i32 [S], tokens in them
     work: Any = None  # what `prepare` made of the above for the implementation in use
     max_q_len: int = dataclasses.field(default=1, metadata={"static": True})  # decode region: query rows a sequence
+
+    @property
+    def by_kv_head(self) -> bool:
+        """Whether each KV head has a table of its own."""
+        return self.page_table.ndim == 3

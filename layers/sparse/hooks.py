@@ -1,0 +1,177 @@
+"""The hooks of sparse attention, the policies that fill them, and which policy holds for which rows and layers."""
+
+import abc
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
+
+
+class PageMeta(abc.ABC):
+    """What is kept of a page's keys, for each KV head: the elementwise maximum over its tokens of `of_keys`.
+
+    A maximum is the same in whatever order and parts keys come. It starts anew with a page's first token. A page's
+    score is the dot product of its metadata with `probe`; implementations are frozen dataclasses.
+    """
+
+    @abc.abstractmethod
+    def width(self, head_dim: int) -> int:
+        """M: numbers kept of a page, for each KV head."""
+
+    @abc.abstractmethod
+    def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K M"]:
+        """The metadata of a page that holds this one key, after its rotation."""
+
+    @abc.abstractmethod
+    def probe(self, q: Float[Array, "S K G H"]) -> Float[Array, "S K M"]:
+        """What a page's metadata is multiplied with for its score, float32; one for all heads of a group."""
+
+
+class Select(abc.ABC):
+    """Which pages a row reads."""
+
+    @abc.abstractmethod
+    def max_pages(self, page_size: int) -> int:
+        """C: the most pages that a row selects for a KV head, however long its sequence is."""
+
+    @abc.abstractmethod
+    def pages(
+        self, kv_lens: Int[Array, " S"], page_size: int, scores: Float[Array, "S K max_pages"] | None
+    ) -> Int[Array, "S heads C"]:
+        """Numbers of pages in their sequences, ascending, then -1; `heads` is K, or 1 for the same in all heads.
+
+        Args:
+            kv_lens: positions that each row may see, its own included; 0 for padding, which selects nothing.
+            scores: of the sequence's pages, if the policy has metadata; beyond its last page they mean nothing.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy(abc.ABC):
+    """One way to choose pages. A policy that has `page_meta` gets scores.
+
+    Raises:
+        ValueError: fields that make no sense, here, or for a page size and model, in `check`.
+    """
+
+    layers: tuple[int, int | None] = (0, None)  # first layer that selects, and the one after the last; None = to the end
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ValueError(f"{field.name} of {self.name} must be an integer of at least 0, got {value!r}")
+        match self.layers:
+            case (int(first), None) if first >= 0:
+                pass
+            case (int(first), int(last)) if 0 <= first < last:
+                pass
+            case _:
+                raise ValueError(
+                    f"layers of {self.name} must be (first, one after the last or None), got {self.layers!r}"
+                )
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def page_meta(self) -> PageMeta | None:
+        return None
+
+    @property
+    @abc.abstractmethod
+    def select(self) -> Select: ...
+
+    def check(self, page_size: int) -> None:
+        """Raises ValueError where pages of this size cannot hold what must always be read."""
+
+    def holds_in(self, layer: int) -> bool:
+        first, last = self.layers
+        return first <= layer and (last is None or layer < last)
+
+
+class LayerPolicies(NamedTuple):
+    """Which policy holds in some layers; None = all pages are read."""
+
+    decode: Policy | None
+    prefill: Policy | None
+
+    @property
+    def page_meta(self) -> PageMeta | None:
+        return next((policy.page_meta for policy in self if policy is not None and policy.page_meta), None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseStep:
+    """What layers with policies need of a step, beside its prepared batch."""
+
+    policies: LayerPolicies = dataclasses.field(metadata={"static": True})
+    prefill: AttentionBatch | None  # the region with all ranks' pages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseAttention:
+    """The policies of an engine: for tokens of answers (`decode`), and for those of prompts (`prefill`).
+
+    None means dense attention. Layers with a sliding window stay as they are.
+
+    Raises:
+        ValueError: two policies that keep different metadata of the same pages.
+    """
+
+    decode: Policy | None = None
+    prefill: Policy | None = None
+
+    def __post_init__(self) -> None:
+        kept = {policy.page_meta for policy in self._policies() if policy.page_meta is not None}
+        if len(kept) > 1:
+            raise ValueError(f"decode and prefill must keep the same metadata of pages, got {sorted(map(repr, kept))}")
+
+    @property
+    def page_meta(self) -> PageMeta | None:
+        return LayerPolicies(self.decode, self.prefill).page_meta
+
+    @property
+    def shares_answers(self) -> bool:
+        """Whether a token's keys and values are the same in a prompt and in an answer."""
+        return self.decode == self.prefill
+
+    def check(self, layer_kinds: tuple[str, ...], page_size: int, *, heads_are_shared: bool) -> None:
+        """Raises ValueError where this does not fit the model or its pages, or where ranks share a KV head."""
+        for policy in self._policies():
+            first, last = policy.layers
+            num_layers = len(layer_kinds)
+            if first >= num_layers or (last or 0) > num_layers:
+                raise ValueError(
+                    f"layers of {policy.name} must lie within the model's {num_layers}, got {policy.layers}; give "
+                    f"others, such as (0, {num_layers})"
+                )
+            if "full" not in (kind for i, kind in enumerate(layer_kinds) if policy.holds_in(i)):
+                raise ValueError(
+                    f"layers {policy.layers} of {policy.name} all have a sliding window, which sparse attention "
+                    f"leaves as it is; give others, or leave sparse_attention out"
+                )
+            policy.check(page_size)
+            if policy.page_meta is not None and heads_are_shared:
+                raise ValueError(
+                    f"{policy.name} chooses pages for all query heads of a KV head together, so tensor_parallel_size "
+                    f"must be at most the number of KV heads; lower it and raise kv_parallel_size"
+                )
+
+    def segments(self, lo: int, hi: int) -> Iterator[tuple[int, int, LayerPolicies | None]]:
+        """Layers `[lo, hi)` cut where policies begin or end, each piece with what holds there."""
+        ends = (end for policy in self._policies() for end in policy.layers if end is not None and lo < end < hi)
+        for first, last in itertools.pairwise(sorted({lo, *ends, hi})):
+            held = LayerPolicies(*(p if p and p.holds_in(first) else None for p in (self.decode, self.prefill)))
+            yield first, last, held if any(held) else None
+
+    def _policies(self) -> list[Policy]:
+        return [policy for policy in (self.decode, self.prefill) if policy is not None]
