@@ -1,0 +1,163 @@
+"""What each policy selects is what a slow reading of its paper says; and what attention then reads is that."""
+
+import dataclasses
+import functools
+
+import sparse_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sparse_cases import K, LAYER, MAX_PAGES, PAGE_SIZE, expected_tables, lengths, tables_of, written
+
+from jaxserve.layers.sparse import Quest, StreamingLLM, page_meta
+from jaxserve.layers.sparse.page_meta import fold
+from jaxserve.layers.sparse.selection import select_pages
+from jaxserve.pallas_kernels.paged_attention import paged_attention, reference
+from jaxserve.sharding import kv_parallel, mesh as meshes
+from jaxserve.sharding.rules import kv_specs
+
+SEEDS = range(12)
+
+
+def quest_pages(case, budget, s, k, n):
+    """Pages with the largest `sum_d max(q_d min_d, q_d max_d)` over the heads of the group, and the last."""
+    last = (n - 1) // PAGE_SIZE
+    queries = np.asarray(case.q)[s].reshape(K, -1, cases.H)[k]
+    bounds = []
+    for page in range(last):
+        keys = case.keys[s, page * PAGE_SIZE : (page + 1) * PAGE_SIZE, k]
+        low, high = keys.min(axis=0), keys.max(axis=0)
+        bounds.append(sum(max(q[d] * low[d], q[d] * high[d]) for q in queries for d in range(cases.H)))
+    best = sorted(range(last), key=lambda page: (-bounds[page], page))[: budget // PAGE_SIZE - 1]
+    return [*sorted(best), last]
+
+
+def streaming_pages(policy, n):
+    """Pages with one of the first positions or of the last."""
+    kept = [p for p in range(n) if p < policy.sinks or p >= n - policy.window]
+    return sorted({p // PAGE_SIZE for p in kept})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def select(policy, q, kv, batch):
+    return select_pages(policy, q, kv, jnp.int32(LAYER), batch)
+
+
+@pytest.mark.parametrize("budget", [12, 20, 23, 4 * PAGE_SIZE * MAX_PAGES])
+def test_quest_selects_what_the_paper_says(budget):
+    policy = Quest(budget=budget)
+    for seed in SEEDS:
+        case = written(policy.page_meta, lengths(seed), seed)
+        expected, lens = expected_tables(case, lambda *at, case=case: quest_pages(case, budget, *at))
+        found, found_lens = tables_of(select(policy, case.q, case.kv, case.batch))
+        assert found == expected
+        np.testing.assert_array_equal(found_lens, lens)
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(0, 1), (1, 4), (4, 5), (5, 11), (7, 100)])
+def test_streaming_llm_selects_what_the_paper_says(sinks, window):
+    policy = StreamingLLM(sinks=sinks, window=window)
+    for seed in SEEDS:
+        case = written(None, lengths(seed), seed)
+        expected, lens = expected_tables(case, lambda s, k, n: streaming_pages(policy, n))
+        found, found_lens = tables_of(select(policy, case.q, case.kv, case.batch))
+        assert found == expected
+        np.testing.assert_array_equal(found_lens, lens)
+
+
+def attend(q, kv, batch):
+    return paged_attention(q, kv, jnp.int32(LAYER), batch, scale=0.2, return_lse=True)
+
+
+def test_attention_reads_what_is_selected_and_nothing_else():
+    policy = Quest(budget=12)
+    case = written(policy.page_meta, (33, 0, 18), 1)
+    selected = select(policy, case.q, case.kv, case.batch)
+    expected, expected_lse = reference.paged_attention(case.q, case.kv, LAYER, selected, scale=0.2)
+    tables, lens = tables_of(selected)
+    read = {page for table in tables for page in table}
+    others = np.setdiff1d(np.arange(cases.NUM_PAGES), list(read))
+    pages = {name: getattr(case.kv, name).at[:, others].set(jnp.nan) for name in ("k", "v")}
+    out, lse = jax.jit(attend)(case.q, dataclasses.replace(case.kv, **pages), selected)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert (lens[1] == 0).all()
+    wrong = dataclasses.replace(selected, page_table=jnp.roll(selected.page_table, 1, axis=1))  # of the other KV head
+    assert not np.allclose(jax.jit(attend)(case.q, case.kv, wrong)[0], expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("policy", [Quest(budget=PAGE_SIZE * MAX_PAGES), StreamingLLM(window=PAGE_SIZE * MAX_PAGES)])
+def test_a_full_budget_is_dense_to_the_bit(policy):
+    case = written(policy.page_meta, (36, 1, 18), 2)
+    selected = select(policy, case.q, case.kv, case.batch)
+    for got, dense in zip(
+        jax.jit(attend)(case.q, case.kv, selected), jax.jit(attend)(case.q, case.kv, case.batch), strict=True
+    ):
+        np.testing.assert_array_equal(got, dense)
+
+
+@pytest.mark.parametrize("stale", [np.nan, np.inf, 1e9])
+def test_metadata_of_a_page_are_those_of_its_present_owner(stale):
+    meta = Quest().page_meta
+    case = written(meta, (33, 7, 18), 3, stale)
+    for s, n in enumerate((33, 7, 18)):
+        for page in range(-(-n // PAGE_SIZE)):
+            keys = case.keys[s, page * PAGE_SIZE : min(n, (page + 1) * PAGE_SIZE)]
+            expected = np.concatenate([-keys.min(axis=0), keys.max(axis=0)], axis=-1)
+            np.testing.assert_array_equal(case.kv.meta[LAYER, case.batch.page_table[s, page]], expected)
+    other = case.kv.meta[1 - LAYER]
+    np.testing.assert_array_equal(other, np.full(other.shape, stale, np.float32))  # another layer's are not touched
+
+
+def test_stale_metadata_is_noticed():
+    """Had a page's first key not begun anew, the oracle would see it."""
+    policy = Quest(budget=12)
+    case = written(policy.page_meta, (33, 30, 36), 4)
+    stale = dataclasses.replace(case.kv, meta=jnp.maximum(case.kv.meta, written(policy.page_meta, (36,) * 3, 5).kv.meta))
+    expected, _ = expected_tables(case, lambda *at: quest_pages(case, 12, *at))
+    assert tables_of(select(policy, case.q, case.kv, case.batch))[0] == expected
+    assert tables_of(select(policy, case.q, stale, case.batch))[0] != expected
+
+
+def test_metadata_of_a_cache_in_float8_are_those_of_what_it_holds():
+    meta, k = Quest().page_meta, jnp.asarray([[1.06, -300.0], [0.1, 7.3]])[:, None]  # two tokens, K = 1, H = 2
+    kv = dataclasses.replace(
+        cases.KVCache.zeros(1, 2, 4, (1, 2), jnp.float8_e4m3fn, num_kv_heads=1),
+        k_scale=jnp.full((1, 1), 2.0),
+        meta=jnp.zeros((1, 2, 1, 4), page_meta.meta_dtype(jnp.float8_e4m3fn)),
+    )
+    at = (jnp.ones(2, jnp.int32), jnp.arange(2))
+    kv = fold(cases.write_kv(kv, 0, k, k, *at), 0, meta, 2, *at)
+    held = 2.0 * np.asarray(kv.k, np.float32)[0, 1, :2, 0]
+    expected = np.concatenate([-held.min(axis=0), held.max(axis=0)])
+    np.testing.assert_array_equal(np.asarray(kv.meta, np.float32)[0, 1, 0], expected)
+
+
+@pytest.mark.parametrize("policy", [Quest(budget=12), StreamingLLM(sinks=1, window=9)], ids=str)
+def test_the_ranks_of_kv_select_together_what_one_device_selects(policy):
+    """Each rank gets its part of one selection."""
+    kv_size = 4
+    mesh = meshes.make_mesh(kv_size, 1)
+    case = written(policy.page_meta, (35, 3, 18), 6)
+    pad = -cases.NUM_PAGES % kv_size  # as many pages on each rank, of which none is a null page here
+    kv = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)), case.kv)
+
+    def run(q, kv, batch):
+        selected = select_pages(policy, q, kv, jnp.int32(LAYER), batch)
+        out, lse = attend(q, kv, selected)
+        merged = kv_parallel.merge_over_kv(jnp.pad(out, ((0, 0), (0, 2), (0, 0))), jnp.pad(lse, ((0, 0), (0, 2))))
+        return merged, jax.tree.map(lambda x: x[None], selected)
+
+    specs = lambda: ((jax.P(), kv_specs(kv), jax.P()), (jax.P(None, ("kv",)), jax.P("kv")))  # noqa: E731
+    out, parts = jax.jit(meshes.on_ranks(mesh, run, specs))(case.q, kv, case.batch)
+    whole = select(policy, case.q, case.kv, case.batch)
+    np.testing.assert_allclose(out[:, : cases.N], attend(case.q, case.kv, whole)[0], rtol=1e-5, atol=1e-5)
+    per_rank = kv.k.shape[1] // kv_size
+    found = [set() for _ in range(cases.NUM_SEQS * K)]
+    for rank in range(kv_size):
+        part = jax.tree.map(lambda x: x[rank], parts)  # noqa: B023
+        for pages, table in zip(found, tables_of(part)[0], strict=True):
+            pages.update(page + rank * per_rank for page in table)
+    assert found == [set(table) for table in tables_of(whole)[0]]
+    np.testing.assert_array_equal(jnp.sum(parts.kv_lens, axis=0), whole.kv_lens)
