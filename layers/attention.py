@@ -70,7 +70,9 @@ def prepare_batch(
     turn = rotation(batch.positions, spec.frequencies)
     if on_hopper(decode, prefill):
         turn = rope_kv_write.for_heads(turn, kv)
-    return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows(), sparse=sparse)
+    return dataclasses.replace(
+        batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows(), sparse=sparse
+    )
 
 
 def own_pages(region: AttentionBatch, kv: KVCache, sliding_window: int | None) -> AttentionBatch:

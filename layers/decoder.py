@@ -103,8 +103,8 @@ def forward(
     def run(carry: Carry, part: StepBatch, lo: int, hi: int) -> Carry:
         if lo == hi or not carry[0].shape[0]:
             return carry
-        for lo, hi, policies in model.sparse.segments(lo, hi) if model.sparse else [(lo, hi, None)]:
-            carry = run_alike(carry, part, lo, hi, policies)
+        for first, last, policies in model.sparse.segments(lo, hi) if model.sparse else [(lo, hi, None)]:
+            carry = run_alike(carry, part, first, last, policies)
         return carry
 
     def run_alike(carry: Carry, part: StepBatch, lo: int, hi: int, policies: LayerPolicies | None) -> Carry:

@@ -9,7 +9,7 @@ Keys of prompt pages are made when a request arrives, keys of output pages when 
 life of a request: `Scheduler.schedule` never hashes.
 
 Where the keys and values of a token depend on whether it was in a prompt or in an answer, as under sparse attention,
-`share_answers` is False: then a request publishes, and finds, the full pages of its prompt only.
+`share_answers` is False: then only the full pages of a prompt have keys, to publish them by and to find others'.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class PrefixCache:
         pages: list[int] = []
         if not self.enabled or request.skip_reading_prefix_cache:
             return pages
-        for key in request.page_keys[: self._num_shared(request, request.num_tokens - 1)]:
+        for key in request.page_keys[: (request.num_tokens - 1) // self._page_size]:
             page = self._pool.find(key)
             if page is None:
                 break

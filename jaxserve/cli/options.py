@@ -96,7 +96,7 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     "sparse_attention": Opt(
         str,
         "Read some pages of the KV cache only: quest or streaming_llm for answers, or JSON such as "
-        """'{"decode": {"policy": "quest", "budget": 1024}, "prefill": "streaming_llm"}'. See docs/sparse_attention.md.""",
+        """'{"decode": {"policy": "quest", "budget": 1024}}', see docs/sparse_attention.md.""",
         unset="all are read",
     ),
     "async_scheduling": Opt(bool, "Schedule the next step while the device runs this one.", unset="on"),

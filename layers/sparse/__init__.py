@@ -10,8 +10,8 @@ Two rules make a token independent of how the work was cut, batched, cached or c
 - What a row selects follows from its query, its position and the pages before its own, which are complete. Its own page
   is always selected, so that metadata that is still growing decide nothing.
 - Whether a row is the prompt's or the answer's is a matter of its position, not of the region that it runs in. So an
-  answer that is computed again after pre-emption goes through the decode policy again. Keys and values of an answer
-  are then not those that a prompt with the same tokens has; such pages are not shared (`SparseAttention.shares_answers`).
+  answer that is computed again after pre-emption goes through the decode policy again. Keys and values of an answer are
+  then not those that a prompt with the same tokens has: such pages are not shared, see `SparseAttention`.
 """
 
 from jaxserve.layers.sparse.hooks import (

@@ -60,7 +60,7 @@ class Policy(abc.ABC):
         ValueError: fields that make no sense, here, or for a page size and model, in `check`.
     """
 
-    layers: tuple[int, int | None] = (0, None)  # first layer that selects, and the one after the last; None = to the end
+    layers: tuple[int, int | None] = (0, None)  # the first that selects, and the one after the last; None = no last
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -89,8 +89,19 @@ class Policy(abc.ABC):
     @abc.abstractmethod
     def select(self) -> Select: ...
 
+    @property
+    def min_pages(self) -> int:
+        """Pages that a row must be able to read in any sequence that has them."""
+        return 1
+
     def check(self, page_size: int) -> None:
-        """Raises ValueError where pages of this size cannot hold what must always be read."""
+        """Raises ValueError where the policy's tokens are too few pages of this size."""
+        num_pages = self.select.max_pages(page_size)
+        if num_pages < self.min_pages:
+            raise ValueError(
+                f"{self.name} must read at least {self.min_pages} pages of {page_size} tokens, got room for "
+                f"{num_pages}; give it {self.min_pages * page_size} tokens, or a smaller page_size"
+            )
 
     def holds_in(self, layer: int) -> bool:
         first, last = self.layers

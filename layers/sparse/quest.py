@@ -1,11 +1,14 @@
 """Quest (Tang et al., arXiv 2406.10774): for each token of an answer the pages that may hold the largest scores.
 
-Exact: a page keeps the least and the largest value of each channel of its keys; `sum_d max(q_d min_d, q_d max_d)` bounds
-the score of each of its keys; the `budget // page_size` pages with the largest bounds are read, the last page always
-among them and at least three in all; the first two layers are dense, and so are prompts.
+Exact: a page keeps the least and the largest value of each channel of its keys; `sum_d max(q_d min_d, q_d max_d)`
+bounds the score of each of its keys; the `budget // page_size` pages with the largest bounds are read, the last page
+always among them and at least three in all; the first two layers are dense, and so are prompts.
 
-Ours: the heads of a KV head share its pages (the paper has no groups), by the sum of their bounds. The page size is that of the
-KV cache; the paper's is 16. The bounds are of what the pages hold, which in a cache in float8 is what is read too.
+Ours: the query heads of a KV head share its pages, by the sum of their bounds (the paper's models have a KV head for
+each); of equal bounds the first page goes first. The page size is that of the KV cache; the paper's is 16. The bounds
+are of what the pages hold, in float8 too. The published kernels (mit-han-lab/Quest@ade6f7c) always read the last page,
+the published evaluation wherever it is among the best; here it always is read, and its bounds, which still grow, are
+not.
 """
 
 import dataclasses
@@ -17,8 +20,6 @@ from jaxtyping import Float
 
 from jaxserve.layers.sparse.hooks import PageMeta, Policy
 from jaxserve.layers.sparse.top_pages import TopPages
-
-MIN_PAGES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,6 @@ class Quest(Policy):
     def select(self) -> TopPages:
         return TopPages(budget=self.budget)
 
-    def check(self, page_size: int) -> None:
-        if self.budget < MIN_PAGES * page_size:
-            raise ValueError(
-                f"the budget of {self.name} must hold {MIN_PAGES} pages of {page_size} tokens, got {self.budget}; give "
-                f"at least {MIN_PAGES * page_size}, or a smaller page_size"
-            )
+    @property
+    def min_pages(self) -> int:
+        return 3

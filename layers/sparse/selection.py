@@ -33,9 +33,7 @@ def select_pages(
     return tables_of(numbers, region, page_size, kv.k.shape[1])
 
 
-def tables_of(
-    numbers: Int[Array, "S K C"], region: AttentionBatch, page_size: int, num_pages: int
-) -> AttentionBatch:
+def tables_of(numbers: Int[Array, "S K C"], region: AttentionBatch, page_size: int, num_pages: int) -> AttentionBatch:
     """Tables of the pages with these numbers in their sequences; on a rank of kv of those that it has.
 
     Args:

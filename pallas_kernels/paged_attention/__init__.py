@@ -48,7 +48,7 @@ def paged_attention(
     if implementation is None:
         implementation = _choose(q, kv, batch)
     if batch.by_kv_head:
-        assert batch.max_q_len == 1 and batch.cu_q_lens is None and sliding_window is None
+        assert (batch.max_q_len, batch.cu_q_lens, sliding_window) == (1, None, None)
         if implementation != "xla":
             raise NotImplementedError(BY_KV_HEAD)
     if implementation == "mosaic_gpu":

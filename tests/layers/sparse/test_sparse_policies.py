@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 
-import sparse_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sparse_cases import K, LAYER, MAX_PAGES, PAGE_SIZE, expected_tables, lengths, tables_of, written
+import sparse_cases as cases
+from sparse_cases import LAYER, MAX_PAGES, PAGE_SIZE, K, expected_tables, lengths, tables_of, written
 
 from jaxserve.layers.sparse import Quest, StreamingLLM, page_meta
 from jaxserve.layers.sparse.page_meta import fold
@@ -114,7 +114,9 @@ def test_stale_metadata_is_noticed():
     """Had a page's first key not begun anew, the oracle would see it."""
     policy = Quest(budget=12)
     case = written(policy.page_meta, (33, 30, 36), 4)
-    stale = dataclasses.replace(case.kv, meta=jnp.maximum(case.kv.meta, written(policy.page_meta, (36,) * 3, 5).kv.meta))
+    stale = dataclasses.replace(
+        case.kv, meta=jnp.maximum(case.kv.meta, written(policy.page_meta, (36,) * 3, 5).kv.meta)
+    )
     expected, _ = expected_tables(case, lambda *at: quest_pages(case, 12, *at))
     assert tables_of(select(policy, case.q, case.kv, case.batch))[0] == expected
     assert tables_of(select(policy, case.q, stale, case.batch))[0] != expected
