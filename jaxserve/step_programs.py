@@ -137,7 +137,7 @@ def _forward_on_rank(
         prefill, rows = _prefill_region(sequences, slots, starts, cu_q_lens, ends, prompt_lens, token_ids)
         regions.append(rows)
     _, num_pages, page_size, *_ = next(iter(kv.values())).k.shape
-    tables, positions, valid, tokens, is_answer = (jnp.concatenate(parts) for parts in zip(*regions, strict=True))
+    tables, positions, valid, tokens = (jnp.concatenate(parts) for parts in zip(*regions, strict=True))
     page = sequences.page_table[tables, jnp.minimum(positions // page_size, sequences.page_table.shape[1] - 1)]
     batch = StepBatch(
         token_ids=tokens,
@@ -146,12 +146,12 @@ def _forward_on_rank(
         page_offsets=positions % page_size,
         decode=decode if b else None,
         prefill=prefill if t else None,
-        is_answer=is_answer,
     )
     hidden, kv, experts_read = forward(model, params, kv, batch, span=shape.span, frontier=frontier)
     experts_read = None if experts_read is None else all_reduce(experts_read)  # each rank counts its own
     advanced = sequences.positions.at[decode_slots].add(live.astype(jnp.int32)).at[slots].set(ends)
-    sequences = dataclasses.replace(sequences, positions=advanced)
+    prompt_lens = sequences.prompt_lens.at[slots].set(prompt_lens)
+    sequences = dataclasses.replace(sequences, positions=advanced, prompt_lens=prompt_lens)
     last_rows = jnp.arange(b)
     if shape.completes:
         last_rows = jnp.concatenate([last_rows, b + jnp.maximum(cu_q_lens[1:] - 1, 0)])
@@ -161,8 +161,13 @@ def _forward_on_rank(
 
 def _decode_region(sequences: SequenceState, slots: Array, live: Array) -> tuple[AttentionBatch, tuple]:
     positions = sequences.positions[slots]
-    batch = AttentionBatch(page_table=sequences.page_table[slots], kv_lens=jnp.where(live, positions + 1, 0))
-    return batch, (slots, positions, live, sequences.token_ids[slots], jnp.ones(slots.shape, bool))
+    batch = AttentionBatch(
+        page_table=sequences.page_table[slots],
+        kv_lens=jnp.where(live, positions + 1, 0),
+        slots=slots,
+        prompt_lens=sequences.prompt_lens[slots],
+    )
+    return batch, (slots, positions, live, sequences.token_ids[slots])
 
 
 def _prefill_region(
@@ -179,9 +184,13 @@ def _prefill_region(
     valid = row < cu_q_lens[-1]
     positions = jnp.where(valid, starts[seq] + row - cu_q_lens[seq], 0)
     batch = AttentionBatch(
-        page_table=sequences.page_table[slots], kv_lens=jnp.where(ends > starts, ends, 0), cu_q_lens=cu_q_lens
+        page_table=sequences.page_table[slots],
+        kv_lens=jnp.where(ends > starts, ends, 0),
+        cu_q_lens=cu_q_lens,
+        slots=slots,
+        prompt_lens=prompt_lens,
     )
-    return batch, (slots[seq], positions, valid, token_ids, positions >= prompt_lens[seq])
+    return batch, (slots[seq], positions, valid, token_ids)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="features", donate_argnums=(4, 5))

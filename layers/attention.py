@@ -1,6 +1,7 @@
 """Attention of one layer over both regions of a step: rotate, write keys and values, then read the pages."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, write_kv
 from jaxserve.layers.linear import Weight, linear
 from jaxserve.layers.rope import apply_rope, rotation
-from jaxserve.layers.sparse.attend import Attention, attend_prefill, attend_selected
+from jaxserve.layers.sparse.attend import Attention, attend_decode, attend_prefill
 from jaxserve.layers.sparse.hooks import LayerPolicies, SparseStep
 from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.pallas_kernels import rope_kv_write
@@ -65,7 +66,7 @@ def prepare_batch(
     )
     sparse = None
     if policies is not None and spec.sliding_window is None:
-        sparse = SparseStep(policies=policies, prefill=batch.prefill)
+        sparse = SparseStep(policies=policies, decode=batch.decode, prefill=batch.prefill)
         decode = batch.decode if policies.decode is not None else decode  # its pages are selected layer by layer
     turn = rotation(batch.positions, spec.frequencies)
     if on_hopper(decode, prefill):
@@ -136,7 +137,7 @@ def attend(
         return paged_attention(rows, kv, layer, region, **options, return_lse=True, implementation=implementation)
 
     if batch.sparse is not None:
-        outs = _attend_sparse(q, kv, layer, batch, batch.sparse, attention)
+        outs, kv = _attend_sparse(q, kv, layer, batch, batch.sparse, attention)
     else:
         regions = ((q[:cut], batch.decode), (q[cut:], batch.prefill))
         outs = [attention(rows, region) for rows, region in regions if region is not None]
@@ -146,22 +147,19 @@ def attend(
 
 def _attend_sparse(
     q: Array, kv: KVCache, layer: int | Array, batch: StepBatch, sparse: SparseStep, attention: Attention
-) -> list[tuple[Array, Array]]:
-    """What each region's rows read of the pages that policies select for them."""
+) -> tuple[list[tuple[Array, Array]], KVCache]:
+    """Attention of each region's rows to the pages that policies select for them."""
     outs, cut, policies = [], batch.num_decode_rows, sparse.policies
-    if batch.decode is not None and policies.decode is not None:
-        outs.append(attend_selected(policies.decode, q[:cut], kv, layer, batch.decode, attention))
+    if sparse.decode is not None and policies.decode is not None:
+        out, kv = attend_decode(policies.decode, q[:cut], kv, layer, sparse.decode, attention)
+        outs.append(out)
     elif batch.decode is not None:
         outs.append(attention(q[:cut], batch.decode))
-    if (prefill := batch.prefill) is not None:
-        assert sparse.prefill is not None
-        is_answer = None if batch.is_answer is None else batch.is_answer[cut:]
-        outs.append(
-            attend_prefill(
-                policies, q[cut:], kv, layer, sparse.prefill, is_answer, attention, lambda: attention(q[cut:], prefill)
-            )
-        )
-    return outs
+    if sparse.prefill is not None and (prefill := batch.prefill) is not None:
+        dense = functools.partial(attention, q[cut:], prefill)
+        out, kv = attend_prefill(policies, q[cut:], kv, layer, sparse.prefill, attention, dense)
+        outs.append(out)
+    return outs, kv
 
 
 def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch) -> tuple[Array, KVCache]:

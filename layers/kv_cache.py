@@ -9,8 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxserve.layers.sparse.hooks import PageMeta, SparseStep
-from jaxserve.layers.sparse.page_meta import empty_meta
+from jaxserve.layers.sparse.hooks import SparseStep
 from jaxserve.pallas_kernels.paged_attention.types import (
     AttentionBatch as AttentionBatch,
     KVCache as KVCache,
@@ -32,7 +31,6 @@ class StepBatch:
     prefill: AttentionBatch | None
     rotation: tuple[Array, Array] | None = None  # of `layers.rope`, once `prepare_batch` knows the layers' frequencies
     real: Array | None = None  # bool [B*q + T], of `real_rows`, once prepared
-    is_answer: Array | None = None  # bool [B*q + T], tokens that the model has said; None = the decode rows alone
     sparse: SparseStep | None = None  # in layers with sparse attention, once prepared
 
     @property
@@ -62,21 +60,15 @@ class CacheShape(Protocol):
     def head_dim(self) -> int: ...
 
 
-def init_kv_cache(
-    config: CacheShape, *, num_pages: int, page_size: int, dtype: DTypeLike, page_meta: PageMeta | None = None
-) -> dict[str, KVCache]:
+def init_kv_cache(config: CacheShape, *, num_pages: int, page_size: int, dtype: DTypeLike) -> dict[str, KVCache]:
     """Empty caches, one for each layer kind. They share page ids: page p of every kind holds the same tokens."""
     position = position_shape(config.num_kv_heads, config.head_dim, target_device().platform)
-    caches = {
+    return {
         kind: KVCache.zeros(
             config.layer_kinds.count(kind), num_pages, page_size, position, dtype, num_kv_heads=config.num_kv_heads
         )
         for kind in dict.fromkeys(config.layer_kinds)
     }
-    if page_meta is not None:
-        shape = (config.layer_kinds.count("full"), num_pages, config.num_kv_heads, page_meta.width(config.head_dim))
-        caches["full"] = dataclasses.replace(caches["full"], meta=empty_meta(shape, dtype))
-    return caches
 
 
 def position_shape(num_kv_heads: int, head_dim: int, platform: str) -> tuple[int, int]:

@@ -56,17 +56,23 @@ class Select(abc.ABC):
 class Policy(abc.ABC):
     """One way to choose pages. A policy that has `page_meta` gets scores.
 
+    With `reselect` above 1, a row of an answer that does not select reads what the last one that did has selected, and
+    all pages begun since.
+
     Raises:
         ValueError: fields that make no sense, here, or for a page size and model, in `check`.
     """
 
     layers: tuple[int, int | None] = (0, None)  # the first that selects, and the one after the last; None = no last
+    reselect: int = 1  # a row of an answer selects where its position is a multiple of this, and at the answer's start
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ValueError(f"{field.name} of {self.name} must be an integer of at least 0, got {value!r}")
+        if not self.reselect:
+            raise ValueError(f"reselect of {self.name} must be at least 1, got 0")
         match self.layers:
             case (int(first), None) if first >= 0:
                 pass
@@ -122,10 +128,11 @@ class LayerPolicies(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseStep:
-    """What layers with policies need of a step, beside its prepared batch."""
+    """What layers with policies need of a step, beside its prepared batch: its regions with all ranks' pages."""
 
     policies: LayerPolicies = dataclasses.field(metadata={"static": True})
-    prefill: AttentionBatch | None  # the region with all ranks' pages
+    decode: AttentionBatch | None
+    prefill: AttentionBatch | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,13 +142,15 @@ class SparseAttention:
     None means dense attention. Layers with a sliding window stay as they are.
 
     Raises:
-        ValueError: two policies that keep different metadata of the same pages.
+        ValueError: two policies that keep different metadata of the same pages, or one that reselects, for prompts.
     """
 
     decode: Policy | None = None
     prefill: Policy | None = None
 
     def __post_init__(self) -> None:
+        if self.prefill is not None and self.prefill.reselect > 1:
+            raise ValueError(f"each token of a prompt selects: its reselect must be 1, got {self.prefill.reselect}")
         kept = {policy.page_meta for policy in self._policies() if policy.page_meta is not None}
         if len(kept) > 1:
             raise ValueError(f"decode and prefill must keep the same metadata of pages, got {sorted(map(repr, kept))}")

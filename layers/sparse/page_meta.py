@@ -20,11 +20,6 @@ def meta_dtype(kv_dtype: DTypeLike) -> DTypeLike:
     return jnp.bfloat16 if kv_dtype == FP8 else kv_dtype
 
 
-def empty_meta(shape: tuple[int, int, int, int], kv_dtype: DTypeLike) -> Array:
-    """Of pages that hold nothing, [L, P, K, M]."""
-    return jnp.zeros(shape, meta_dtype(kv_dtype))
-
-
 def fold(
     kv: KVCache,
     layer: int | Int[Array, ""],

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxserve.layers.sparse.hooks import Policy
 from jaxserve.layers.sparse.page_meta import page_scores
@@ -14,35 +14,55 @@ NO_PAGE = -1
 
 
 def select_pages(
-    policy: Policy, q: Float[Array, "S N H"], kv: KVCache, layer: int | Int[Array, ""], region: AttentionBatch
-) -> AttentionBatch:
-    """The decode region, of one row a sequence, with what the policy selects for each row and KV head.
+    policy: Policy,
+    q: Float[Array, "R N H"],
+    kv: KVCache,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "R max_pages"],
+    kv_lens: Int[Array, " R"],
+) -> Int[Array, "R K C"]:
+    """The numbers of pages in each row's sequence that the policy selects, ascending, then NO_PAGE.
 
     Args:
-        region: with the pages of all ranks.
+        page_table: with the pages of all ranks.
+        kv_lens: positions that each row sees; 0 for rows that select nothing.
     """
-    S, _, H = q.shape
-    K, page_size = kv.num_heads(H), kv.page_size
-    scores = None
+    (R, _, H), page_size = q.shape, kv.page_size
+    K, scores = kv.num_heads(H), None
     if policy.page_meta is not None:
         assert kv.meta is not None
-        probe = policy.page_meta.probe(q.reshape(S, K, -1, H))
-        scores = page_scores(probe, kv.meta, layer, region.page_table, -(-region.kv_lens // page_size))
-    numbers = policy.select.pages(region.kv_lens, page_size, scores)[..., : region.page_table.shape[1]]
-    numbers = jnp.broadcast_to(numbers, (S, K, numbers.shape[2]))
-    return tables_of(numbers, region, page_size, kv.k.shape[1])
+        probe = policy.page_meta.probe(q.reshape(R, K, -1, H))
+        scores = page_scores(probe, kv.meta, layer, page_table, -(-kv_lens // page_size))
+    numbers = policy.select.pages(kv_lens, page_size, scores)[..., : page_table.shape[1]]
+    return jnp.broadcast_to(numbers, (R, K, numbers.shape[2]))
 
 
-def tables_of(numbers: Int[Array, "S K C"], region: AttentionBatch, page_size: int, num_pages: int) -> AttentionBatch:
-    """Tables of the pages with these numbers in their sequences; on a rank of kv of those that it has.
+def with_pages_begun(
+    numbers: Int[Array, "R K C"], at_lens: Int[Array, " R"], kv_lens: Int[Array, " R"], page_size: int, most: int
+) -> Int[Array, "R K C2"]:
+    """The numbers, selected when rows saw `at_lens` positions, and the pages begun since; these are at most `most`."""
+    begun = -(-at_lens // page_size)[:, None] + jnp.arange(most)[None]
+    begun = jnp.broadcast_to(begun[:, None], (*numbers.shape[:2], most))
+    is_page = jnp.concatenate([numbers != NO_PAGE, begun * page_size < kv_lens[:, None, None]], axis=2)
+    return ascending(jnp.concatenate([numbers, begun], axis=2), is_page)
+
+
+def tables_of(
+    numbers: Int[Array, "R K C"],
+    page_table: Int[Array, "R max_pages"],
+    kv_lens: Int[Array, " R"],
+    page_size: int,
+    num_pages: int,
+) -> AttentionBatch:
+    """A decode region of tables of the pages with these numbers; on a rank of kv of those that it has.
 
     Args:
-        numbers: ascending, then NO_PAGE.
+        page_table: with the pages of all ranks.
         num_pages: of this rank.
     """
     at = jnp.maximum(numbers, 0)
-    pages = jnp.take_along_axis(region.page_table[:, None], at, axis=2)
-    tokens = jnp.clip(region.kv_lens[:, None, None] - at * page_size, 0, page_size)  # in each page
+    pages = jnp.take_along_axis(page_table[:, None], at, axis=2)
+    tokens = jnp.clip(kv_lens[:, None, None] - at * page_size, 0, page_size)  # in each page
     mine = numbers != NO_PAGE
     if axis_size(AXIS) > 1:
         pages = local_pages(pages, num_pages)
@@ -54,8 +74,8 @@ def tables_of(numbers: Int[Array, "S K C"], region: AttentionBatch, page_size: i
     )
 
 
-def ascending(numbers: Array, is_page: Array) -> Array:
-    """The numbers that are a page's in ascending order, then NO_PAGE, along the last axis."""
+def ascending(numbers: Int[Array, "R K C"], is_page: Bool[Array, "R K C"]) -> Int[Array, "R K C"]:
+    """The numbers that are a page's in ascending order, then NO_PAGE."""
     last = jnp.iinfo(numbers.dtype).max
     numbers = jnp.sort(jnp.where(is_page, numbers, last), axis=-1)
     return jnp.where(numbers == last, NO_PAGE, numbers)

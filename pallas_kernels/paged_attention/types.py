@@ -23,7 +23,8 @@ class KVCache:
 
     With pages in float8_e4m3fn, keys are `k_scale * k` and values `v_scale * v`: there is one scale a layer and head.
 
-    `meta` is what sparse attention keeps of each page's keys (`layers.sparse`); M is up to its policy.
+    Sparse attention (`layers.sparse`) keeps `meta` of each page's keys, where M is up to its policy, and `carry`, which
+    pages each slot's sequence selected last: their numbers in it, ascending, then -1.
     """
 
     k: Array  # [L, P, page_size, K, H]
@@ -31,6 +32,7 @@ class KVCache:
     k_scale: Array | None = None  # f32 [L, K], above 0; None = 1
     v_scale: Array | None = None
     meta: Array | None = None  # [L, P, K, M]
+    carry: Array | None = None  # i32 [L, Z, K, C]
 
     @classmethod
     def zeros(
@@ -96,6 +98,8 @@ class AttentionBatch:
     # Where the table holds only some pages of each sequence, in order (`sharding.kv_parallel`); None = all of them
     page_numbers: Array | None = None  # i32 [S, max_pages], which page of its sequence each is
     own_lens: Array | None = None  # i32 [S], tokens in them
+    slots: Array | None = None  # i32 [S], of state by slot; for sparse attention, as the next
+    prompt_lens: Array | None = None  # i32 [S], the positions before them are the prompt's; None = all are
     work: Any = None  # what `prepare` made of the above for the implementation in use
     max_q_len: int = dataclasses.field(default=1, metadata={"static": True})  # decode region: query rows a sequence
 

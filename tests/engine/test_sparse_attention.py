@@ -38,8 +38,9 @@ BOTH = SparseAttention(
     decode=dataclasses.replace(QUEST, layers=(1, None)), prefill=StreamingLLM(sinks=4, window=12, layers=(0, 1))
 )
 SAME = SparseAttention(decode=QUEST, prefill=QUEST)
-POLICIES = {"answers": ANSWERS, "both": BOTH, "same": SAME}
-FAST = ("answers", "both")
+SELDOM = SparseAttention(decode=dataclasses.replace(QUEST, reselect=5))
+POLICIES = {"answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM}
+FAST = ("both", "seldom")
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(3, 300, n).tolist() for n in (100, 71, 80)]
 PROMPTS.append(PROMPTS[0][:50] + PROMPTS[1][:20])  # shares a prefix
@@ -62,7 +63,10 @@ def start(tmp_path_factory):
     def start(sparse, **options):
         made.append(LLM(model, sparse_attention=sparse, **(OPTIONS | {"compilation_cache_dir": cache} | options)))
         device = made[-1].llm_engine.core.runner.device
-        device.kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan, device=x.sharding), device.kv)
+        device.kv = jax.tree.map(
+            lambda x: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 2**30, device=x.sharding),
+            device.kv,
+        )
         return made[-1]
 
     yield start
@@ -143,12 +147,10 @@ def test_a_policy_that_selects_all_pages_is_dense(start, alone, policy):
         assert run(start(sparse)) == alone(None)
 
 
-MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (BOTH, 4, 2)]
+MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2)]
 
 
-@pytest.mark.parametrize(
-    ("sparse", "kv", "tp"), [pytest.param(*c, marks=() if c == MESHES[0] else pytest.mark.full) for c in MESHES]
-)
+@pytest.mark.parametrize(("sparse", "kv", "tp"), [pytest.param(*c, marks=pytest.mark.full) for c in MESHES])
 def test_tokens_do_not_depend_on_the_mesh(start, alone, sparse, kv, tp):
     llm = start(sparse, kv_parallel_size=kv, tensor_parallel_size=tp, num_pages=28, enable_prefix_caching=False)
     assert run(llm) == alone(sparse)
@@ -160,7 +162,7 @@ def forget(llm):
 
 def test_an_answer_that_is_computed_again_goes_through_the_decode_policy(alone, crowded, monkeypatch):
     """As part of a prompt it would say something else."""
-    llm = crowded(ANSWERS)
+    llm = crowded(SELDOM)
     pack = llm.llm_engine.core.runner._pack
 
     def all_prompt(plan, shape):
@@ -169,38 +171,38 @@ def test_an_answer_that_is_computed_again_goes_through_the_decode_policy(alone, 
         return ints
 
     monkeypatch.setattr(llm.llm_engine.core.runner, "_pack", all_prompt)
-    assert run(llm) != alone(ANSWERS)
+    assert run(llm) != alone(SELDOM)
     monkeypatch.undo()
     forget(llm)
-    assert run(llm) == alone(ANSWERS)
+    assert run(llm) == alone(SELDOM)
 
 
 def test_pages_with_answers_are_not_shared_with_prompts(alone, crowded, monkeypatch):
     """A prompt with an earlier answer in it gets the tokens that it gets without a prefix cache."""
-    llm = crowded(ANSWERS)
-    answered = PROMPTS[0] + alone(ANSWERS)[0]
+    llm = crowded(SELDOM)
+    answered = PROMPTS[0] + alone(SELDOM)[0]
     cache = llm.llm_engine.core.scheduler.cache
     forget(llm)
     fresh = run(llm, [answered])
     for shares in (False, True):
         monkeypatch.setattr(cache, "_share_answers", shares)
         forget(llm)
-        assert run(llm, PROMPTS[:1]) == alone(ANSWERS)[:1]
+        assert run(llm, PROMPTS[:1]) == alone(SELDOM)[:1]
         assert (run(llm, [answered]) == fresh) is not shares
     forget(llm)
 
 
 def test_shared_pages_keep_their_metadata_and_others_forget_them(alone, crowded):
     """Planted metadata are read where a prefix is found, and gone where a page has a new owner."""
-    llm = crowded(ANSWERS)
+    llm = crowded(SELDOM)
     device = llm.llm_engine.core.runner.device
     forget(llm)
-    assert run(llm, PROMPTS[:1]) == alone(ANSWERS)[:1]
+    assert run(llm, PROMPTS[:1]) == alone(SELDOM)[:1]
     device.kv["full"] = dataclasses.replace(device.kv["full"], meta=-device.kv["full"].meta)
-    assert run(llm, PROMPTS[:1]) != alone(ANSWERS)[:1]
+    assert run(llm, PROMPTS[:1]) != alone(SELDOM)[:1]
     forget(llm)
     device.kv["full"] = dataclasses.replace(device.kv["full"], meta=jnp.full_like(device.kv["full"].meta, jnp.inf))
-    assert run(llm) == alone(ANSWERS)
+    assert run(llm) == alone(SELDOM)
 
 
 BAD = [
@@ -209,10 +211,15 @@ BAD = [
     ({}, "must have the key policy, or keys among"),
     ({"decode": "quest", "both": "quest"}, r"keys among .*, got \['both', 'decode'\]"),
     ('{"policy": "quest", ', "must be JSON if it begins with a brace"),
-    ({"policy": "quest", "pages": 3}, r"quest must have fields among \['budget', 'layers'\], got \['pages'\]"),
+    (
+        {"policy": "quest", "pages": 3},
+        r"quest must have fields among \['budget', 'layers', 'reselect'\], got \['pages'\]",
+    ),
     ({"policy": "quest", "budget": "many"}, "budget of Quest must be an integer of at least 0, got 'many'"),
     ({"policy": "quest", "layers": [2]}, r"layers of Quest must be \(first, one after the last or None\), got \(2,\)"),
     ({"policy": "quest", "layers": [2, 2]}, "layers of Quest must be"),
+    ({"policy": "quest", "reselect": 0}, "reselect of Quest must be at least 1, got 0"),
+    ({"prefill": {"policy": "quest", "reselect": 2}}, "each token of a prompt selects: its reselect must be 1, got 2"),
     ({"policy": "streaming_llm", "window": 0}, "window of StreamingLLM must be at least 1, got 0"),
     ({"policy": "quest", "budget": 23, "layers": [0, 2]}, "at least 3 pages of 8 tokens, got room for 2; give it 24"),
     ("quest", r"layers of Quest must lie within the model's 2, got \(2, None\)"),

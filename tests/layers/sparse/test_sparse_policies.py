@@ -10,7 +10,7 @@ import pytest
 import sparse_cases as cases
 from sparse_cases import LAYER, MAX_PAGES, PAGE_SIZE, K, expected_tables, lengths, tables_of, written
 
-from jaxserve.layers.sparse import Quest, StreamingLLM, page_meta
+from jaxserve.layers.sparse import Quest, StreamingLLM, page_meta, selection
 from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.layers.sparse.selection import select_pages
 from jaxserve.pallas_kernels.paged_attention import paged_attention, reference
@@ -41,7 +41,8 @@ def streaming_pages(policy, n):
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy, q, kv, batch):
-    return select_pages(policy, q, kv, jnp.int32(LAYER), batch)
+    numbers = select_pages(policy, q, kv, jnp.int32(LAYER), batch.page_table, batch.kv_lens)
+    return selection.tables_of(numbers, batch.page_table, batch.kv_lens, PAGE_SIZE, kv.k.shape[1])
 
 
 @pytest.mark.parametrize("budget", [12, 20, 23, 4 * PAGE_SIZE * MAX_PAGES])
@@ -146,7 +147,7 @@ def test_the_ranks_of_kv_select_together_what_one_device_selects(policy):
     kv = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)), case.kv)
 
     def run(q, kv, batch):
-        selected = select_pages(policy, q, kv, jnp.int32(LAYER), batch)
+        selected = select(policy, q, kv, batch)
         out, lse = attend(q, kv, selected)
         merged = kv_parallel.merge_over_kv(jnp.pad(out, ((0, 0), (0, 2), (0, 0))), jnp.pad(lse, ((0, 0), (0, 2))))
         return merged, jax.tree.map(lambda x: x[None], selected)
