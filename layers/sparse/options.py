@@ -50,4 +50,5 @@ def _policy(wanted: Any) -> Policy | None:
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(set(fields) - set(known)):
         raise ValueError(f"sparse_attention {name} must have fields among {sorted(known)}, got {unknown}")
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return kind(**values)

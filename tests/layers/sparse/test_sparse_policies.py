@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +11,20 @@ import pytest
 import sparse_cases as cases
 from sparse_cases import LAYER, MAX_PAGES, PAGE_SIZE, K, expected_tables, lengths, tables_of, written
 
-from jaxserve.layers.sparse import Quest, StreamingLLM, page_meta, selection
+from jaxserve.layers.sparse import Quest, StreamingLLM, attend as attend_module, page_meta, selection
 from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.layers.sparse.selection import select_pages
-from jaxserve.pallas_kernels.paged_attention import paged_attention, reference
+from jaxserve.pallas_kernels.paged_attention import AttentionBatch, paged_attention, reference
 from jaxserve.sharding import kv_parallel, mesh as meshes
 from jaxserve.sharding.rules import kv_specs
 
 SEEDS = range(12)
 
 
-def quest_pages(case, budget, s, k, n):
+def quest_pages(case, budget, s, k, n, q=None):
     """Pages with the largest `sum_d max(q_d min_d, q_d max_d)` over the heads of the group, and the last."""
     last = (n - 1) // PAGE_SIZE
-    queries = np.asarray(case.q)[s].reshape(K, -1, cases.H)[k]
+    queries = np.asarray(case.q[s] if q is None else q).reshape(K, -1, cases.H)[k]
     bounds = []
     for page in range(last):
         keys = case.keys[s, page * PAGE_SIZE : (page + 1) * PAGE_SIZE, k]
@@ -135,6 +136,44 @@ def test_metadata_of_a_cache_in_float8_are_those_of_what_it_holds():
     held = 2.0 * np.asarray(kv.k, np.float32)[0, 1, :2, 0]
     expected = np.concatenate([-held.min(axis=0), held.max(axis=0)])
     np.testing.assert_array_equal(np.asarray(kv.meta, np.float32)[0, 1, 0], expected)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def select_rows(policy, q, kv, region):
+    """What `attend` gives its rows, and the cache with what it carries on."""
+    sequence, seen = jnp.zeros(q.shape[0], jnp.int32), region.kv_lens
+    if region.cu_q_lens is not None:
+        seen = region.kv_lens - region.cu_q_lens[1] + jnp.arange(q.shape[0]) + 1
+        seen = jnp.where(seen > region.prompt_lens, seen, 0)
+    return attend_module._select(policy, attend_module.Rows(q, region, sequence, seen), kv, jnp.int32(LAYER))
+
+
+@pytest.mark.parametrize("cuts", [(7, 21, 36), (10, 11, 12, 19, 36), (10, *range(11, 37))], ids=str)
+@pytest.mark.parametrize("reselect", [2, 5, 40])
+def test_rows_between_two_selections_read_the_last_one_and_the_pages_begun_since(cuts, reselect):
+    """However the answer is cut into steps; steps of one row are decode rows. It begins at position 10."""
+    policy, length = Quest(budget=12, reselect=reselect), 36
+    case = written(policy.page_meta, (length, 0, 0), 8)
+    q = np.random.default_rng(9).integers(-4, 5, (length, cases.N, cases.H)).astype(np.float32)
+    kv = dataclasses.replace(case.kv, carry=jnp.full((cases.LAYERS, 4, K, 3), 7))
+    found = {}
+    for start, end in itertools.pairwise(cuts):
+        region = AttentionBatch(
+            page_table=case.batch.page_table[:1],
+            kv_lens=jnp.asarray([end]),
+            cu_q_lens=jnp.asarray([0, end - start]) if start < 10 or end - start > 1 else None,
+            slots=jnp.asarray([2]),
+            prompt_lens=jnp.asarray([10]),
+        )
+        numbers, kv = select_rows(policy, jnp.asarray(q[start:end]), kv, region)
+        found |= {start + i: row for i, row in enumerate(np.asarray(numbers))}
+    for p in range(10, length):
+        at = max(p - p % reselect, 10)
+        begun = range(at // PAGE_SIZE + 1, p // PAGE_SIZE + 1)
+        for k in range(K):
+            expected = [*quest_pages(case, 12, 0, k, at + 1, q[at]), *begun]
+            assert [number for number in found[p][k] if number != selection.NO_PAGE] == expected
+    assert (np.asarray(kv.carry)[:, [0, 1, 3]] == 7).all()  # other slots keep theirs
 
 
 @pytest.mark.parametrize("policy", [Quest(budget=12), StreamingLLM(sinks=1, window=9)], ids=str)
