@@ -273,7 +273,8 @@ def resolve(
     page_size = config.cache.page_size or (16 if on_cpu else 64)
     options, selection = config.scheduler, config.runtime.sparse
     if selection is not None:
-        selection.check(model.layer_kinds, page_size, heads_are_shared=model.kv_head_copies > 1)
+        tp = config.parallel.tensor_parallel_size
+        selection.check(page_size, sparse.Layout(model.layer_kinds, model.num_kv_heads, tp, model.kv_head_copies))
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size
@@ -328,7 +329,9 @@ def _meta_bytes_per_page(config: EngineConfig, model: ModelConfig) -> int:
     page_meta = config.runtime.sparse and config.runtime.sparse.page_meta
     if page_meta is None:
         return 0
-    numbers = model.layer_kinds.count("full") * model.num_kv_heads * page_meta.width(model.head_dim)
+    numbers = (
+        model.layer_kinds.count("full") * model.num_kv_heads * page_meta.num_parts * page_meta.width(model.head_dim)
+    )
     return numbers * jnp.dtype(meta_dtype(config.kv_dtype)).itemsize
 
 

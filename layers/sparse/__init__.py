@@ -16,11 +16,13 @@ Two rules make a token independent of how the work was cut, batched, cached or c
 
 from jaxserve.layers.sparse.hooks import (
     LayerPolicies as LayerPolicies,
+    Layout as Layout,
     PageMeta as PageMeta,
     Policy as Policy,
     Select as Select,
     SparseAttention as SparseAttention,
 )
+from jaxserve.layers.sparse.lserve import LServe as LServe
 from jaxserve.layers.sparse.options import POLICIES as POLICIES, resolve as resolve
 from jaxserve.layers.sparse.quest import Quest as Quest
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM as StreamingLLM

@@ -17,20 +17,25 @@ class PageMeta(abc.ABC):
     """What is kept of a page's keys, for each KV head: the elementwise maximum over its tokens of `of_keys`.
 
     A maximum is the same in whatever order and parts keys come. It starts anew with a page's first token. A page's
-    score is the dot product of its metadata with `probe`; implementations are frozen dataclasses.
+    score is the dot product of its metadata with `probe`. Where a page has `num_parts`, equal and in the order of its
+    tokens, each has metadata, and the page's score is the best of theirs. Implementations are frozen dataclasses.
     """
+
+    @property
+    def num_parts(self) -> int:
+        return 1
 
     @abc.abstractmethod
     def width(self, head_dim: int) -> int:
-        """M: numbers kept of a page, for each KV head."""
+        """Numbers kept of each part of a page, for each KV head; M of them of the page."""
 
     @abc.abstractmethod
-    def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K M"]:
-        """The metadata of a page that holds this one key, after its rotation."""
+    def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K width"]:
+        """The metadata of a part that holds this one key, after its rotation."""
 
     @abc.abstractmethod
-    def probe(self, q: Float[Array, "S K G H"]) -> Float[Array, "S K M"]:
-        """What a page's metadata is multiplied with for its score, float32; one for all heads of a group."""
+    def probe(self, q: Float[Array, "S K G H"]) -> Float[Array, "S K width"]:
+        """What a part's metadata is multiplied with for its score, float32; one for all heads of a group."""
 
 
 class Select(abc.ABC):
@@ -42,13 +47,19 @@ class Select(abc.ABC):
 
     @abc.abstractmethod
     def pages(
-        self, kv_lens: Int[Array, " S"], page_size: int, scores: Float[Array, "S K max_pages"] | None
+        self,
+        kv_lens: Int[Array, " S"],
+        page_size: int,
+        scores: Float[Array, "S K max_pages"] | None,
+        layer: int | Int[Array, ""],
     ) -> Int[Array, "S heads C"]:
         """Numbers of pages in their sequences, ascending, then -1; `heads` is K, or 1 for the same in all heads.
 
         Args:
             kv_lens: positions that each row may see, its own included; 0 for padding, which selects nothing.
-            scores: of the sequence's pages, if the policy has metadata; beyond its last page they mean nothing.
+            scores: of the sequence's pages, if the policy has metadata. That of the last page, where metadata still
+                grow, and those beyond mean nothing.
+            layer: index of the layer among those of its kind.
         """
 
 
@@ -100,18 +111,44 @@ class Policy(abc.ABC):
         """Pages that a row must be able to read in any sequence that has them."""
         return 1
 
-    def check(self, page_size: int) -> None:
-        """Raises ValueError where the policy's tokens are too few pages of this size."""
+    def check(self, page_size: int, layout: "Layout") -> None:
+        """Raises ValueError where the policy does not fit pages of this size, or the model."""
         num_pages = self.select.max_pages(page_size)
         if num_pages < self.min_pages:
             raise ValueError(
                 f"{self.name} must read at least {self.min_pages} pages of {page_size} tokens, got room for "
                 f"{num_pages}; give it {self.min_pages * page_size} tokens, or a smaller page_size"
             )
+        first, last = self.layers
+        num_layers = len(layout.layer_kinds)
+        if first >= num_layers or (last or 0) > num_layers:
+            raise ValueError(
+                f"layers of {self.name} must lie within the model's {num_layers}, got {self.layers}; give others, such "
+                f"as (0, {num_layers})"
+            )
+        if "full" not in (kind for i, kind in enumerate(layout.layer_kinds) if self.holds_in(i)):
+            raise ValueError(
+                f"layers {self.layers} of {self.name} all have a sliding window, which sparse attention leaves as it "
+                f"is; give others, or leave sparse_attention out"
+            )
+        if self.page_meta is not None and layout.kv_head_copies > 1:
+            raise ValueError(
+                f"{self.name} chooses pages for all query heads of a KV head together, so tensor_parallel_size must be "
+                f"at most the number of KV heads; lower it and raise kv_parallel_size"
+            )
 
     def holds_in(self, layer: int) -> bool:
         first, last = self.layers
         return first <= layer and (last is None or layer < last)
+
+
+class Layout(NamedTuple):
+    """What policies must fit, beside the page size."""
+
+    layer_kinds: tuple[str, ...]
+    num_kv_heads: int  # of a rank
+    tensor_parallel_size: int
+    kv_head_copies: int  # ranks that have the same KV head
 
 
 class LayerPolicies(NamedTuple):
@@ -164,27 +201,10 @@ class SparseAttention:
         """Whether a token's keys and values are the same in a prompt and in an answer."""
         return self.decode == self.prefill
 
-    def check(self, layer_kinds: tuple[str, ...], page_size: int, *, heads_are_shared: bool) -> None:
-        """Raises ValueError where this does not fit the model or its pages, or where ranks share a KV head."""
+    def check(self, page_size: int, layout: Layout) -> None:
+        """Raises ValueError where a policy does not fit the model, its pages or its mesh."""
         for policy in self._policies():
-            first, last = policy.layers
-            num_layers = len(layer_kinds)
-            if first >= num_layers or (last or 0) > num_layers:
-                raise ValueError(
-                    f"layers of {policy.name} must lie within the model's {num_layers}, got {policy.layers}; give "
-                    f"others, such as (0, {num_layers})"
-                )
-            if "full" not in (kind for i, kind in enumerate(layer_kinds) if policy.holds_in(i)):
-                raise ValueError(
-                    f"layers {policy.layers} of {policy.name} all have a sliding window, which sparse attention "
-                    f"leaves as it is; give others, or leave sparse_attention out"
-                )
-            policy.check(page_size)
-            if policy.page_meta is not None and heads_are_shared:
-                raise ValueError(
-                    f"{policy.name} chooses pages for all query heads of a KV head together, so tensor_parallel_size "
-                    f"must be at most the number of KV heads; lower it and raise kv_parallel_size"
-                )
+            policy.check(page_size, layout)
 
     def segments(self, lo: int, hi: int) -> Iterator[tuple[int, int, LayerPolicies | None]]:
         """Layers `[lo, hi)` cut where policies begin or end, each piece with what holds there."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.layers.sparse.hooks import Policy, SparseAttention
+from jaxserve.layers.sparse.lserve import LServe
 from jaxserve.layers.sparse.quest import Quest
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM
 
-POLICIES: Mapping[str, type[Policy]] = {"quest": Quest, "streaming_llm": StreamingLLM}
+POLICIES: Mapping[str, type[Policy]] = {"lserve": LServe, "quest": Quest, "streaming_llm": StreamingLLM}
 PHASES = ("decode", "prefill")
 
 
@@ -50,5 +51,10 @@ def _policy(wanted: Any) -> Policy | None:
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(set(fields) - set(known)):
         raise ValueError(f"sparse_attention {name} must have fields among {sorted(known)}, got {unknown}")
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    values: dict[str, Any] = {key: _tuples(value) for key, value in fields.items()}
     return kind(**values)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as policies have them."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

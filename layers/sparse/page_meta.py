@@ -33,27 +33,38 @@ def fold(
     keys = kv.by_head(head_dim).k[layer, page_ids, page_offsets]
     if scales := kv.layer_scales(layer):
         keys = keys.astype(jnp.float32) * scales[0][None, :, None]
-    values = page_meta.of_keys(keys).astype(kv.meta.dtype)
+    values = _in_parts(page_meta.of_keys(keys).astype(kv.meta.dtype), page_meta.num_parts, page_offsets, kv.page_size)
     num_pages = kv.meta.shape[1]
     begun = jnp.where(page_offsets == 0, page_ids, num_pages)  # what the page's owner before left is forgotten
     meta = kv.meta.at[layer, begun].set(values, mode="drop")
     return dataclasses.replace(kv, meta=meta.at[layer, page_ids].max(values))
 
 
+def _in_parts(values: Array, num_parts: int, page_offsets: Array, page_size: int) -> Array:
+    """Values [T, K, width] as metadata of pages [T, K, M]: other parts than the token's are as low as can be."""
+    if num_parts == 1:
+        return values
+    is_own = (page_offsets * num_parts // page_size)[:, None] == jnp.arange(num_parts)[None]
+    nothing = jnp.finfo(values.dtype).min
+    return jnp.where(is_own[:, None, :, None], values[:, :, None], nothing).reshape(*values.shape[:2], -1)
+
+
 def page_scores(
-    probe: Float[Array, "S K M"],
+    probe: Float[Array, "S K width"],
     meta: Float[Array, "L P K M"],
     layer: int | Int[Array, ""],
     page_table: Int[Array, "S max_pages"],
     num_pages: Int[Array, " S"],
 ) -> Float[Array, "S K max_pages"]:
-    """Dot products of each row's probe with the metadata of its sequence's pages, float32; the same on all ranks of kv.
+    """Dot products of each row's probe with the metadata of its sequence's pages, float32; of a page in parts the
+    largest. The same on all ranks of kv.
 
     Args:
         page_table: ids of all ranks' pages.
         num_pages: of each sequence; the scores of what its table holds beyond them mean nothing.
     """
     _, P, K, M = meta.shape
+    width = probe.shape[2]
     S, max_pages = page_table.shape
     local = page_table if axis_size(AXIS) == 1 else local_pages(page_table, P)
     block = _pages_a_turn(max_pages)
@@ -62,8 +73,9 @@ def page_scores(
     def turn(i: Array, scores: Array) -> Array:
         page = jax.lax.dynamic_slice_in_dim(local, i * block, block, axis=1)[:, None]
         rows = (layer * P + jnp.clip(page, 0, P - 1)) * K + jnp.arange(K)[None, :, None]
-        found = meta.reshape(-1, M).at[rows].get(mode="promise_in_bounds").astype(jnp.float32)  # [S, K, block, M]
-        products = jnp.einsum("skm,skpm->skp", probe, found, precision="highest")
+        found = meta.reshape(-1, M).at[rows].get(mode="promise_in_bounds").astype(jnp.float32)
+        parts = found.reshape(*rows.shape, M // width, width)
+        products = jnp.max(jnp.einsum("skm,skpum->skpu", probe, parts, precision="highest"), axis=3)
         return jax.lax.dynamic_update_slice_in_dim(scores, jnp.where(page >= 0, products, 0.0), i * block, axis=2)
 
     turns = -(-jnp.max(num_pages) // block)

@@ -24,7 +24,13 @@ from jaxserve.layers.sparse.top_pages import TopPages
 
 @dataclasses.dataclass(frozen=True)
 class KeyBounds(PageMeta):
-    """The largest `[-k, k]` of a page, which is its least key with the sign turned, and its largest key."""
+    """The largest `[-k, k]` of a part, which is its least key with the sign turned, and its largest key."""
+
+    parts: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        return self.parts
 
     def width(self, head_dim: int) -> int:
         return 2 * head_dim

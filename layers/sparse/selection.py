@@ -33,7 +33,7 @@ def select_pages(
         assert kv.meta is not None
         probe = policy.page_meta.probe(q.reshape(R, K, -1, H))
         scores = page_scores(probe, kv.meta, layer, page_table, -(-kv_lens // page_size))
-    numbers = policy.select.pages(kv_lens, page_size, scores)[..., : page_table.shape[1]]
+    numbers = policy.select.pages(kv_lens, page_size, scores, layer)[..., : page_table.shape[1]]
     return jnp.broadcast_to(numbers, (R, K, numbers.shape[2]))
 
 

@@ -29,7 +29,11 @@ class SinksAndWindow(Select):
         return -(-self.sinks // page_size) + -(-(self.window - 1) // page_size) + 1
 
     def pages(
-        self, kv_lens: Int[Array, " S"], page_size: int, scores: Float[Array, "S K max_pages"] | None
+        self,
+        kv_lens: Int[Array, " S"],
+        page_size: int,
+        scores: Float[Array, "S K max_pages"] | None = None,
+        layer: int | Int[Array, ""] = 0,
     ) -> Int[Array, "S 1 C"]:
         num_sinks = -(-self.sinks // page_size)
         first_recent = jnp.maximum(jnp.maximum(kv_lens - self.window, 0) // page_size, num_sinks)

@@ -21,7 +21,11 @@ class TopPages(Select):
         return self.budget // page_size
 
     def pages(
-        self, kv_lens: Int[Array, " S"], page_size: int, scores: Float[Array, "S K max_pages"] | None
+        self,
+        kv_lens: Int[Array, " S"],
+        page_size: int,
+        scores: Float[Array, "S K max_pages"] | None = None,
+        layer: int | Int[Array, ""] = 0,
     ) -> Int[Array, "S K C"]:
         assert scores is not None, "a policy that takes the best pages needs metadata"
         number = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)

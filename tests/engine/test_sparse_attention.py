@@ -14,7 +14,7 @@ from meshes import DENSE, MODELS, folder_of
 
 from jaxserve import LLM, EngineDeadError, SamplingParams, cli
 from jaxserve.config import EngineConfig
-from jaxserve.layers.sparse import POLICIES as POLICY_KINDS, Quest, SparseAttention, StreamingLLM
+from jaxserve.layers.sparse import POLICIES as POLICY_KINDS, LServe, Quest, SparseAttention, StreamingLLM
 from jaxserve.scheduler import layered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sparse_attention.md").read_text(encoding="utf-8")
@@ -39,7 +39,9 @@ BOTH = SparseAttention(
 )
 SAME = SparseAttention(decode=QUEST, prefill=QUEST)
 SELDOM = SparseAttention(decode=dataclasses.replace(QUEST, reselect=5))
-POLICIES = {"answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM}
+HALVES = LServe(budget=24, sinks=8, local=8, streaming_heads=((0, 2), (1, 0), (1, 1)))
+LSERVE = SparseAttention(decode=HALVES)
+POLICIES = {"lserve": LSERVE, "answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM}
 FAST = ("both", "seldom")
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(3, 300, n).tolist() for n in (100, 71, 80)]
@@ -141,13 +143,22 @@ def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", [dataclasses.replace(QUEST, budget=160), StreamingLLM(window=160)], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dataclasses.replace(QUEST, budget=160),
+        StreamingLLM(window=160),
+        dataclasses.replace(HALVES, budget=160, local=160),
+    ],
+    ids=str,
+)
 def test_a_policy_that_selects_all_pages_is_dense(start, alone, policy):
-    for sparse in (policy, SparseAttention(decode=policy, prefill=policy)):
+    prefill = dataclasses.replace(policy, reselect=1)
+    for sparse in (policy, SparseAttention(decode=policy, prefill=prefill)):
         assert run(start(sparse)) == alone(None)
 
 
-MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2)]
+MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1)]
 
 
 @pytest.mark.parametrize(("sparse", "kv", "tp"), [pytest.param(*c, marks=pytest.mark.full) for c in MESHES])
@@ -206,7 +217,7 @@ def test_shared_pages_keep_their_metadata_and_others_forget_them(alone, crowded)
 
 
 BAD = [
-    ("magic", r"must name a policy among \['quest', 'streaming_llm'\], or be one or None, got 'magic'"),
+    ("magic", r"must name a policy among \['lserve', 'quest', 'streaming_llm'\], or be one or None, got 'magic'"),
     (7, "must name a policy among .*, got 7"),
     ({}, "must have the key policy, or keys among"),
     ({"decode": "quest", "both": "quest"}, r"keys among .*, got \['both', 'decode'\]"),
@@ -222,6 +233,17 @@ BAD = [
     ({"prefill": {"policy": "quest", "reselect": 2}}, "each token of a prompt selects: its reselect must be 1, got 2"),
     ({"policy": "streaming_llm", "window": 0}, "window of StreamingLLM must be at least 1, got 0"),
     ({"policy": "quest", "budget": 23, "layers": [0, 2]}, "at least 3 pages of 8 tokens, got room for 2; give it 24"),
+    ({"policy": "lserve", "parts": 0}, "parts of LServe must be at least 1, got 0"),
+    ({"policy": "lserve", "parts": 3}, "parts of LServe must divide a page of 8 tokens, got 3"),
+    ({"policy": "lserve", "streaming_heads": [[1, 2, 3]]}, "streaming_heads of LServe must be pairs of layer and KV"),
+    (
+        {"policy": "lserve", "streaming_heads": [[1, 3]]},
+        r"streaming_heads of LServe must be among 2 layers and 3 KV heads, got \(1, 3\)",
+    ),
+    (
+        {"policy": "lserve", "budget": 16, "streaming_heads": [[1, 2]]},
+        "budget of LServe must hold 3 pages of 8 tokens, got 16",
+    ),
     ("quest", r"layers of Quest must lie within the model's 2, got \(2, None\)"),
     ({"policy": "quest", "layers": [0, 3]}, r"must lie within the model's 2, got \(0, 3\)"),
 ]
@@ -231,6 +253,11 @@ BAD = [
 def test_bad_options_are_refused_at_the_start(start, wanted, message):
     with pytest.raises(ValueError, match=message):
         start(wanted)
+
+
+def test_streaming_heads_are_refused_where_ranks_share_out_the_heads(start):
+    with pytest.raises(ValueError, match="streaming_heads of LServe need tensor_parallel_size 1"):
+        start(HALVES, tensor_parallel_size=3)
 
 
 def test_more_ranks_of_tp_than_kv_heads_are_refused_where_heads_are_scored(start):

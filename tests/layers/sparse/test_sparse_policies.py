@@ -11,7 +11,7 @@ import pytest
 import sparse_cases as cases
 from sparse_cases import LAYER, MAX_PAGES, PAGE_SIZE, K, expected_tables, lengths, tables_of, written
 
-from jaxserve.layers.sparse import Quest, StreamingLLM, attend as attend_module, page_meta, selection
+from jaxserve.layers.sparse import LServe, Quest, StreamingLLM, attend as attend_module, page_meta, selection
 from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.layers.sparse.selection import select_pages
 from jaxserve.pallas_kernels.paged_attention import AttentionBatch, paged_attention, reference
@@ -21,15 +21,17 @@ from jaxserve.sharding.rules import kv_specs
 SEEDS = range(12)
 
 
+def bound(queries, keys):
+    """The most that the scores of these keys may be, summed over the queries."""
+    low, high = keys.min(axis=0), keys.max(axis=0)
+    return sum(max(q[d] * low[d], q[d] * high[d]) for q in queries for d in range(cases.H))
+
+
 def quest_pages(case, budget, s, k, n, q=None):
     """Pages with the largest `sum_d max(q_d min_d, q_d max_d)` over the heads of the group, and the last."""
     last = (n - 1) // PAGE_SIZE
     queries = np.asarray(case.q[s] if q is None else q).reshape(K, -1, cases.H)[k]
-    bounds = []
-    for page in range(last):
-        keys = case.keys[s, page * PAGE_SIZE : (page + 1) * PAGE_SIZE, k]
-        low, high = keys.min(axis=0), keys.max(axis=0)
-        bounds.append(sum(max(q[d] * low[d], q[d] * high[d]) for q in queries for d in range(cases.H)))
+    bounds = [bound(queries, case.keys[s, page * PAGE_SIZE : (page + 1) * PAGE_SIZE, k]) for page in range(last)]
     best = sorted(range(last), key=lambda page: (-bounds[page], page))[: budget // PAGE_SIZE - 1]
     return [*sorted(best), last]
 
@@ -52,6 +54,32 @@ def test_quest_selects_what_the_paper_says(budget):
     for seed in SEEDS:
         case = written(policy.page_meta, lengths(seed), seed)
         expected, lens = expected_tables(case, lambda *at, case=case: quest_pages(case, budget, *at))
+        found, found_lens = tables_of(select(policy, case.q, case.kv, case.batch))
+        assert found == expected
+        np.testing.assert_array_equal(found_lens, lens)
+
+
+def lserve_pages(case, policy, s, k, n):
+    """As Quest's, by the best bound of a part of the page; and for streaming heads as StreamingLLM's."""
+    if (LAYER, k) in policy.streaming_heads:
+        return streaming_pages(StreamingLLM(sinks=policy.sinks, window=policy.local), n)
+    last, size = (n - 1) // PAGE_SIZE, PAGE_SIZE // policy.parts
+    queries = np.asarray(case.q[s]).reshape(K, -1, cases.H)[k]
+    bounds = []
+    for page in range(last):
+        parts = case.keys[s, page * PAGE_SIZE : (page + 1) * PAGE_SIZE, k].reshape(policy.parts, size, cases.H)
+        bounds.append(max(bound(queries, part) for part in parts))
+    best = sorted(range(last), key=lambda page: (-bounds[page], page))[: policy.budget // PAGE_SIZE - 1]
+    return [*sorted(best), last]
+
+
+@pytest.mark.parametrize("heads", [(), ((LAYER, 0), (0, 1)), ((0, 0),)], ids=str)
+@pytest.mark.parametrize(("budget", "parts", "local"), [(12, 2, 5), (16, 4, 100), (1000, 1, 3)])
+def test_lserve_selects_what_the_paper_says(budget, parts, local, heads):
+    policy = LServe(budget=budget, parts=parts, sinks=4, local=local, streaming_heads=heads)
+    for seed in SEEDS:
+        case = written(policy.page_meta, lengths(seed), seed)
+        expected, lens = expected_tables(case, lambda *at, case=case: lserve_pages(case, policy, *at))
         found, found_lens = tables_of(select(policy, case.q, case.kv, case.batch))
         assert found == expected
         np.testing.assert_array_equal(found_lens, lens)
