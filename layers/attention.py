@@ -127,9 +127,7 @@ def attend(
         heads: N queries, K keys and K values of each row, before their rotation.
         batch: as `prepare_batch` made it.
     """
-    q, kv = _rotate_and_write(heads, kv, layer, batch)
-    if batch.sparse is not None and (page_meta := batch.sparse.policies.page_meta):
-        kv = fold(kv, layer, page_meta, heads.shape[2], batch.page_ids, batch.page_offsets)
+    q, kv = rotate_and_write(heads, kv, layer, batch)
     cut = batch.num_decode_rows
     options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
 
@@ -160,6 +158,16 @@ def _attend_sparse(
         out, kv = attend_prefill(policies, q[cut:], kv, layer, sparse.prefill, attention, dense)
         outs.append(out)
     return outs, kv
+
+
+def rotate_and_write(
+    heads: Float[Array, "rows heads H"], kv: KVCache, layer: int | Int[Array, ""], batch: StepBatch
+) -> tuple[Float[Array, "rows N H"], KVCache]:
+    """Rotated queries, and the cache with this step's keys and values, and with what policies keep of them."""
+    q, kv = _rotate_and_write(heads, kv, layer, batch)
+    if batch.sparse is not None and (page_meta := batch.sparse.policies.page_meta):
+        kv = fold(kv, layer, page_meta, heads.shape[2], batch.page_ids, batch.page_offsets)
+    return q, kv
 
 
 def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch) -> tuple[Array, KVCache]:

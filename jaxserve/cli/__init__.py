@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import batch, bench, chat, convert, generate, info, plan, serve
+from jaxserve.cli import batch, bench, chat, convert, evaluate, generate, info, plan, serve
 from jaxserve.cli.options import require_command
 from jaxserve.exceptions import EngineDeadError, JaxserveError
 
@@ -26,6 +26,7 @@ for command in (
     generate.generate, chat.chat, serve.serve, batch.batch, convert.convert, info.info, plan.plan,
 ):  # fmt: skip
     app.command()(command)
+app.command("eval")(evaluate.evaluate)
 app.add_typer(bench.app, name="bench")
 
 

@@ -5,7 +5,7 @@ so that where there are none it costs a loop of no turns.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -48,7 +48,7 @@ def attend_decode(
     if policy.reselect == 1:
         numbers = select_pages(policy, q, kv, layer, region.page_table, region.kv_lens)
     else:
-        numbers, kv = _select(policy, rows, kv, layer)
+        numbers, kv = select_rows(policy, rows, kv, layer)
     return attention(q, tables_of(numbers, region.page_table, rows.seen, kv.page_size, kv.k.shape[1])), kv
 
 
@@ -68,6 +68,17 @@ def attend_prefill(
     Args:
         dense: attention of all rows to all that they see.
     """
+    out = dense() if None in policies else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
+    for policy, rows in rows_by_policy(policies, q, region):
+        numbers, kv = select_rows(policy, rows, kv, layer)
+        out = attend_rows(rows, numbers, kv, attention, out)
+    return out, kv
+
+
+def rows_by_policy(
+    policies: LayerPolicies, q: Float[Array, "T N H"], region: AttentionBatch
+) -> Iterator[tuple[Policy, Rows]]:
+    """Each policy with a prefill region's rows, of which those for other tokens see nothing."""
     assert region.cu_q_lens is not None
     row = jnp.arange(q.shape[0], dtype=jnp.int32)
     last = region.kv_lens.shape[0] - 1
@@ -75,16 +86,12 @@ def attend_prefill(
     seen = region.kv_lens[sequence] - region.cu_q_lens[sequence + 1] + row + 1
     seen = jnp.where(row < region.cu_q_lens[-1], seen, 0)
     is_answer = jnp.zeros(row.shape, bool) if region.prompt_lens is None else seen > region.prompt_lens[sequence]
-    out = dense() if None in policies else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
     for policy, mine in ((policies.prefill, ~is_answer), (policies.decode, is_answer)):
         if policy is not None:
-            rows = Rows(q, region, sequence, jnp.where(mine, seen, 0))
-            numbers, kv = _select(policy, rows, kv, layer)
-            out = _attend(rows, numbers, kv, attention, out)
-    return out, kv
+            yield policy, Rows(q, region, sequence, jnp.where(mine, seen, 0))
 
 
-def _select(policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
+def select_rows(policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
     """Numbers of the pages that rows read [R, K, C], and the cache with what is carried on."""
     period, seen = policy.reselect, rows.seen
     if period == 1:
@@ -123,7 +130,7 @@ def _carry(numbers: Array, at: Array, rows: Rows, kv: KVCache, layer: int | Arra
     return numbers, dataclasses.replace(kv, carry=kv.carry.at[layer, to].set(numbers, mode="drop"))
 
 
-def _attend(rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple) -> tuple[Array, Array]:
+def attend_rows(rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple) -> tuple[Array, Array]:
     """`out` with that of the rows that read something."""
 
     def some(part: Rows, at: Array) -> tuple[Array, Array]:

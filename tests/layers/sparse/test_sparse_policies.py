@@ -173,7 +173,7 @@ def select_rows(policy, q, kv, region):
     if region.cu_q_lens is not None:
         seen = region.kv_lens - region.cu_q_lens[1] + jnp.arange(q.shape[0]) + 1
         seen = jnp.where(seen > region.prompt_lens, seen, 0)
-    return attend_module._select(policy, attend_module.Rows(q, region, sequence, seen), kv, jnp.int32(LAYER))
+    return attend_module.select_rows(policy, attend_module.Rows(q, region, sequence, seen), kv, jnp.int32(LAYER))
 
 
 @pytest.mark.parametrize("cuts", [(7, 21, 36), (10, 11, 12, 19, 36), (10, *range(11, 37))], ids=str)
