@@ -1,5 +1,6 @@
 """Policies beside dense attention, in one table."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def compare(
     known = None if text is None else _told_again(tokenizer, text, num_tokens)
     rows, truth = [], None
     for sparse in [None, *policies]:
-        row: dict[str, Any] = {"policy": "dense" if sparse is None else str(sparse.decode or sparse.prefill)}
+        row: dict[str, Any] = {"policy": _described(sparse)}
         for name, needles in list(tasks.items()):
             solved = [
                 _is_solved(watch(loaded, sparse, needle.token_ids, needle.num_prompt, page_size=page_size), needle)
@@ -73,6 +74,20 @@ def compare(
             row |= {"recall": found.recall, "density": found.density}
         rows.append(row)
     return rows
+
+
+def _described(sparse: SparseAttention | None) -> str:
+    """The policies' names, and what differs from their defaults."""
+    if sparse is None:
+        return "dense"
+    said = []
+    for phase in ("decode", "prefill"):
+        policy = getattr(sparse, phase)
+        if policy is not None:
+            own = [field.name for field in dataclasses.fields(policy) if getattr(policy, field.name) != field.default]
+            options = ", ".join(f"{name}={getattr(policy, name)}" for name in own)
+            said.append(f"{phase} {policy.name}({options})")
+    return ", ".join(said)
 
 
 def _is_solved(found: Watched, needle: Told) -> bool:

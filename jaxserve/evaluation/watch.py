@@ -27,9 +27,9 @@ from jaxserve.weights import LoadedModel
 
 
 class Watched(NamedTuple):
-    """What a model says of an answer of A tokens."""
+    """What a model says of an answer of T tokens."""
 
-    logprobs: np.ndarray  # f32 [A, V], of each token of the answer, by those before it
+    logprobs: np.ndarray  # f32 [T, V], of each token of the answer, by those before it
     recall: float  # share of dense attention's mass on what a token reads, mean of tokens with a policy, heads, layers
     density: float  # share of the positions before it that a token reads, mean likewise
 

@@ -24,10 +24,10 @@ Attention = Callable[[Array, AttentionBatch], tuple[Array, Array]]  # of query r
 class Rows(NamedTuple):
     """Query rows, and the region with all ranks' pages that they are of."""
 
-    q: Array  # [R, N, H]
+    q: Array  # [T, N, H]
     region: AttentionBatch
-    sequence: Array  # i32 [R], of the region
-    seen: Array  # i32 [R], positions that each row sees; 0 where the policy is not for it
+    sequence: Array  # i32 [T], of the region
+    seen: Array  # i32 [T], positions that each row sees; 0 where the policy is not for it
 
     @property
     def page_table(self) -> Array:
@@ -92,7 +92,7 @@ def rows_by_policy(
 
 
 def select_rows(policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
-    """Numbers of the pages that rows read [R, K, C], and the cache with what is carried on."""
+    """Numbers of the pages that rows read [T, K, C], and the cache with what is carried on."""
     period, seen = policy.reselect, rows.seen
     if period == 1:
         return _select_where(seen > 0, policy, rows, kv, layer), kv
@@ -141,8 +141,8 @@ def attend_rows(rows: Rows, numbers: Array, kv: KVCache, attention: Attention, o
 
 def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T) -> T:
     """`out` with what the function gives for the wanted rows: of some of them at a time, and of where these are."""
-    R = wanted.shape[0]
-    size = min(R, 8 if target_device().platform == "cpu" else 64)
+    num_rows = wanted.shape[0]
+    size = min(num_rows, 8 if target_device().platform == "cpu" else 64)
     order = jnp.pad(jnp.argsort(~wanted, stable=True), (0, size))
     count = jnp.sum(wanted)
 
@@ -150,7 +150,7 @@ def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, ou
         at = jax.lax.dynamic_slice_in_dim(order, i * size, size)
         is_row = i * size + jnp.arange(size) < count
         part = Rows(rows.q[at], rows.region, rows.sequence[at], jnp.where(is_row, rows.seen[at], 0))
-        to = jnp.where(is_row, at, R)
+        to = jnp.where(is_row, at, num_rows)
         return jax.tree.map(lambda x, y: x.at[to].set(y.astype(x.dtype), mode="drop"), out, function(part, at))
 
     return jax.lax.fori_loop(0, -(-count // size), turn, out)

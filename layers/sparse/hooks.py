@@ -34,7 +34,7 @@ class PageMeta(abc.ABC):
         """The metadata of a part that holds this one key, after its rotation."""
 
     @abc.abstractmethod
-    def probe(self, q: Float[Array, "S K G H"]) -> Float[Array, "S K width"]:
+    def probe(self, q: Float[Array, "T K G H"]) -> Float[Array, "T K width"]:
         """What a part's metadata is multiplied with for its score, float32; one for all heads of a group."""
 
 
@@ -48,11 +48,11 @@ class Select(abc.ABC):
     @abc.abstractmethod
     def pages(
         self,
-        kv_lens: Int[Array, " S"],
+        kv_lens: Int[Array, " T"],
         page_size: int,
-        scores: Float[Array, "S K max_pages"] | None,
+        scores: Float[Array, "T K max_pages"] | None,
         layer: int | Int[Array, ""],
-    ) -> Int[Array, "S heads C"]:
+    ) -> Int[Array, "T heads C"]:
         """Numbers of pages in their sequences, ascending, then -1; `heads` is K, or 1 for the same in all heads.
 
         Args:

@@ -38,11 +38,11 @@ class ByHead(Select):
 
     def pages(
         self,
-        kv_lens: Int[Array, " S"],
+        kv_lens: Int[Array, " T"],
         page_size: int,
-        scores: Float[Array, "S K max_pages"] | None,
+        scores: Float[Array, "T K max_pages"] | None,
         layer: int | Int[Array, ""],
-    ) -> Int[Array, "S K C"]:
+    ) -> Int[Array, "T K C"]:
         assert scores is not None
         K, most = scores.shape[1], min(self.max_pages(page_size), scores.shape[2])
         numbers = []

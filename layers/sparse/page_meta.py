@@ -50,12 +50,12 @@ def _in_parts(values: Array, num_parts: int, page_offsets: Array, page_size: int
 
 
 def page_scores(
-    probe: Float[Array, "S K width"],
+    probe: Float[Array, "T K width"],
     meta: Float[Array, "L P K M"],
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "S max_pages"],
-    num_pages: Int[Array, " S"],
-) -> Float[Array, "S K max_pages"]:
+    page_table: Int[Array, "T max_pages"],
+    num_pages: Int[Array, " T"],
+) -> Float[Array, "T K max_pages"]:
     """Dot products of each row's probe with the metadata of its sequence's pages, float32; of a page in parts the
     largest. The same on all ranks of kv.
 
@@ -65,7 +65,7 @@ def page_scores(
     """
     _, P, K, M = meta.shape
     width = probe.shape[2]
-    S, max_pages = page_table.shape
+    T, max_pages = page_table.shape
     local = page_table if axis_size(AXIS) == 1 else local_pages(page_table, P)
     block = _pages_a_turn(max_pages)
     local = jnp.pad(local, ((0, 0), (0, -max_pages % block)))
@@ -75,11 +75,11 @@ def page_scores(
         rows = (layer * P + jnp.clip(page, 0, P - 1)) * K + jnp.arange(K)[None, :, None]
         found = meta.reshape(-1, M).at[rows].get(mode="promise_in_bounds").astype(jnp.float32)
         parts = found.reshape(*rows.shape, M // width, width)
-        products = jnp.max(jnp.einsum("skm,skpum->skpu", probe, parts, precision="highest"), axis=3)
+        products = jnp.max(jnp.einsum("tkm,tkpum->tkpu", probe, parts, precision="highest"), axis=3)
         return jax.lax.dynamic_update_slice_in_dim(scores, jnp.where(page >= 0, products, 0.0), i * block, axis=2)
 
     turns = -(-jnp.max(num_pages) // block)
-    scores = jax.lax.fori_loop(0, turns, turn, jnp.zeros((S, K, local.shape[1]), jnp.float32))
+    scores = jax.lax.fori_loop(0, turns, turn, jnp.zeros((T, K, local.shape[1]), jnp.float32))
     return sum_over_kv(scores[..., :max_pages])
 
 

@@ -35,10 +35,10 @@ class KeyBounds(PageMeta):
     def width(self, head_dim: int) -> int:
         return 2 * head_dim
 
-    def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K M"]:
+    def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K width"]:
         return jnp.concatenate([-k, k], axis=-1)
 
-    def probe(self, q: Float[Array, "S K G H"]) -> Float[Array, "S K M"]:
+    def probe(self, q: Float[Array, "T K G H"]) -> Float[Array, "T K width"]:
         """`max(q min, q max) = relu(-q) (-min) + relu(q) max`, and summed over the group it is still a product."""
         q = q.astype(jnp.float32)
         return jnp.sum(jax.nn.relu(jnp.concatenate([-q, q], axis=-1)), axis=2)

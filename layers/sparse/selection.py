@@ -15,31 +15,31 @@ NO_PAGE = -1
 
 def select_pages(
     policy: Policy,
-    q: Float[Array, "R N H"],
+    q: Float[Array, "T N H"],
     kv: KVCache,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "R max_pages"],
-    kv_lens: Int[Array, " R"],
-) -> Int[Array, "R K C"]:
+    page_table: Int[Array, "T max_pages"],
+    kv_lens: Int[Array, " T"],
+) -> Int[Array, "T K C"]:
     """The numbers of pages in each row's sequence that the policy selects, ascending, then NO_PAGE.
 
     Args:
         page_table: with the pages of all ranks.
         kv_lens: positions that each row sees; 0 for rows that select nothing.
     """
-    (R, _, H), page_size = q.shape, kv.page_size
+    (T, _, H), page_size = q.shape, kv.page_size
     K, scores = kv.num_heads(H), None
     if policy.page_meta is not None:
         assert kv.meta is not None
-        probe = policy.page_meta.probe(q.reshape(R, K, -1, H))
+        probe = policy.page_meta.probe(q.reshape(T, K, -1, H))
         scores = page_scores(probe, kv.meta, layer, page_table, -(-kv_lens // page_size))
     numbers = policy.select.pages(kv_lens, page_size, scores, layer)[..., : page_table.shape[1]]
-    return jnp.broadcast_to(numbers, (R, K, numbers.shape[2]))
+    return jnp.broadcast_to(numbers, (T, K, numbers.shape[2]))
 
 
 def with_pages_begun(
-    numbers: Int[Array, "R K C"], at_lens: Int[Array, " R"], kv_lens: Int[Array, " R"], page_size: int, most: int
-) -> Int[Array, "R K C2"]:
+    numbers: Int[Array, "T K C"], at_lens: Int[Array, " T"], kv_lens: Int[Array, " T"], page_size: int, most: int
+) -> Int[Array, "T K C2"]:
     """The numbers, selected when rows saw `at_lens` positions, and the pages begun since; these are at most `most`."""
     begun = -(-at_lens // page_size)[:, None] + jnp.arange(most)[None]
     begun = jnp.broadcast_to(begun[:, None], (*numbers.shape[:2], most))
@@ -48,9 +48,9 @@ def with_pages_begun(
 
 
 def tables_of(
-    numbers: Int[Array, "R K C"],
-    page_table: Int[Array, "R max_pages"],
-    kv_lens: Int[Array, " R"],
+    numbers: Int[Array, "T K C"],
+    page_table: Int[Array, "T max_pages"],
+    kv_lens: Int[Array, " T"],
     page_size: int,
     num_pages: int,
 ) -> AttentionBatch:
@@ -74,7 +74,7 @@ def tables_of(
     )
 
 
-def ascending(numbers: Int[Array, "R K C"], is_page: Bool[Array, "R K C"]) -> Int[Array, "R K C"]:
+def ascending(numbers: Int[Array, "T K C"], is_page: Bool[Array, "T K C"]) -> Int[Array, "T K C"]:
     """The numbers that are a page's in ascending order, then NO_PAGE."""
     last = jnp.iinfo(numbers.dtype).max
     numbers = jnp.sort(jnp.where(is_page, numbers, last), axis=-1)

@@ -30,11 +30,11 @@ class SinksAndWindow(Select):
 
     def pages(
         self,
-        kv_lens: Int[Array, " S"],
+        kv_lens: Int[Array, " T"],
         page_size: int,
-        scores: Float[Array, "S K max_pages"] | None = None,
+        scores: Float[Array, "T K max_pages"] | None = None,
         layer: int | Int[Array, ""] = 0,
-    ) -> Int[Array, "S 1 C"]:
+    ) -> Int[Array, "T 1 C"]:
         num_sinks = -(-self.sinks // page_size)
         first_recent = jnp.maximum(jnp.maximum(kv_lens - self.window, 0) // page_size, num_sinks)
         place = jax.lax.broadcasted_iota(jnp.int32, (kv_lens.shape[0], self.max_pages(page_size)), 1)

@@ -22,11 +22,11 @@ class TopPages(Select):
 
     def pages(
         self,
-        kv_lens: Int[Array, " S"],
+        kv_lens: Int[Array, " T"],
         page_size: int,
-        scores: Float[Array, "S K max_pages"] | None = None,
+        scores: Float[Array, "T K max_pages"] | None = None,
         layer: int | Int[Array, ""] = 0,
-    ) -> Int[Array, "S K C"]:
+    ) -> Int[Array, "T K C"]:
         assert scores is not None, "a policy that takes the best pages needs metadata"
         number = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
         last = (kv_lens[:, None, None] - 1) // page_size

@@ -81,11 +81,13 @@ def test_the_command_compares_policies_with_dense_attention(tiny_model, tmp_path
         "--page-size",
         "8",
     ]
-    assert cli.run([*command, "--sparse-attention", '{"policy": "quest", "budget": 24}', "--json"]) == 0
+    quest = {"policy": "quest", "layers": [0, None], "budget": 24}
+    policies = {"decode": quest, "prefill": {"policy": "streaming_llm", "window": 24}}
+    assert cli.run([*command, "--sparse-attention", json.dumps(policies), "--json"]) == 0
     dense, quest = json.loads(capsys.readouterr().out)
     assert list(dense) == list(quest) == ["policy", "needle", "needle of 4", "perplexity", "kl", "recall", "density"]
     assert (dense["policy"], dense["kl"], dense["recall"], dense["density"]) == ("dense", 0.0, 1.0, 1.0)
-    assert quest["policy"].startswith("Quest(")
+    assert quest["policy"] == "decode Quest(layers=(0, None), budget=24), prefill StreamingLLM(window=24)"
     assert quest["kl"] > 0
     assert 0 < quest["density"] < quest["recall"] < 1
     monkeypatch.undo()
