@@ -1,17 +1,20 @@
 """What `jaxserve eval` finds is what the engine would do."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import LLM, SamplingParams, cli, weights
+from jaxserve import LLM, EngineDeadError, SamplingParams, cli, weights
 from jaxserve.cli.evaluate import defaults
 from jaxserve.evaluation import compare as compare_module
 from jaxserve.evaluation.needles import make_needle
 from jaxserve.evaluation.watch import watch
-from jaxserve.layers.sparse import LServe, SparseAttention, StreamingLLM, resolve
+from jaxserve.layers.sparse import LServe, Quest, SparseAttention, StreamingLLM, resolve
 
 POLICY = SparseAttention(decode=LServe(budget=24, parts=2, reselect=3, layers=(1, None)))
 PROMPT = np.random.default_rng(3).integers(3, 300, 70).tolist()
@@ -93,6 +96,21 @@ def test_the_command_compares_policies_with_dense_attention(tiny_model, tmp_path
     monkeypatch.undo()
     assert cli.run([*command[:3], *command[5:], "--sparse-attention", "magic"]) == 2
     assert "must name a policy among" in capsys.readouterr().err
+
+
+def test_the_command_of_the_documentation_reaches_the_evaluation(tmp_path, monkeypatch, capsys):
+    def stop(model, policies, text, **sizes):
+        assert (model, text) == ("smollm2-135m", "Once")
+        assert [policy.decode for policy in policies] == [Quest(), LServe(budget=256)]
+        raise EngineDeadError("as far as the evaluation")
+
+    page = (Path(__file__).parents[2] / "docs" / "sparse_attention.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^jaxserve eval .*", page, flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare_module, "compare", stop)
+    Path("book.txt").write_text("Once", encoding="utf-8")
+    assert cli.run(shlex.split(line)[1:]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: as far as the evaluation"
 
 
 def test_the_default_policies_are_known():

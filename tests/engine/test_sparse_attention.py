@@ -279,7 +279,7 @@ def test_metadata_count_towards_the_memory_of_the_cache(start):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", re.findall(r"^jaxserve .*", PAGE, flags=re.MULTILINE))
+@pytest.mark.parametrize("line", re.findall(r"^jaxserve generate .*", PAGE, flags=re.MULTILINE))
 def test_the_commands_of_the_documentation_reach_the_engine(line, monkeypatch, capsys):
     def stop(options):
         assert EngineConfig.of(**options).runtime.sparse is not None
