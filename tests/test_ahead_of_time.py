@@ -22,7 +22,8 @@ COMPILERS = Path(sys.prefix) / "ahead-of-time"  # scripts/check installs them th
 @functools.cache
 def compiled_for(platform: str) -> dict:
     command = [sys.executable, str(PROGRAM), platform]
-    environment = {**os.environ, "PYTHONPATH": str(COMPILERS)}
+    paths = [str(COMPILERS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
