@@ -71,7 +71,8 @@ def paged_attention(
     sizes = tpu_work.tiling(kv, num_rows, N, H, batch)
     work = batch.work or tpu_work.plan(batch, num_rows, sliding_window, sizes)
     scales = kv.layer_scales(layer)
-    factor = scale if scales is None else scale * _of_query_heads(scales[0], N)
+    factor = scale * (kernel.LOG2_E if soft_cap is None else 1 / soft_cap)  # of what the softmax, or tanh, is taken
+    factor = factor if scales is None else factor * _of_query_heads(scales[0], N)
     queries = _beside(q.astype(jnp.float32) * factor, kv).astype(q.dtype)
     out, lse = kernel.attend(
         _tiles(queries, work, sizes),

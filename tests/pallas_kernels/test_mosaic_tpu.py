@@ -59,7 +59,8 @@ def run(q, kv, batch, options, interpret=True):
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Several blocks a sequence, and several tiles a chunk, at lengths that are soon interpreted."""
-    monkeypatch.setattr(tpu_work, "MAX_BLOCK", 32)
+    for name in ("MAX_BLOCK", "MAX_PROMPT_BLOCK"):
+        monkeypatch.setattr(tpu_work, name, 32)
     monkeypatch.setattr(tpu_work, "TILE_ROWS", 64)
 
 
