@@ -152,7 +152,8 @@ def targets(platform: str) -> list[Any]:
 
 
 def tpus(family: str) -> list[Any]:
-    return topologies.get_topology_desc(platform="tpu", topology_name=f"{family}:2x2" + ("" if family in ("v5e", "v6e") else "x1")).devices
+    shape = "2x2" if family in ("v5e", "v6e") else "2x2x1"
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{family}:{shape}").devices
 
 
 def arguments(model, platform: str, place: SingleDeviceSharding):

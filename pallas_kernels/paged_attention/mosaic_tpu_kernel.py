@@ -26,7 +26,7 @@ from jaxserve.pallas_kernels.paged_attention.tpu_work import Tiling, Work
 NOTHING = -1e30  # score of what a row must not see; finite, so that exp(NOTHING - NOTHING) is not NaN
 LOG2_E = math.log2(math.e)
 LANES = 128  # of a register
-TOGETHER = 8  # passes in one turn of a loop, at most
+WHOLE, MASKED = 8, 2  # passes in one turn of a loop at most, over blocks without and with a mask: a long compile
 
 
 class Scalars(NamedTuple):
@@ -162,7 +162,9 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
             seen = distances[...] >= nearest
             return seen if sliding_window is None else seen & (distances[...] < nearest + sliding_window)
 
-        def attend_all(mask: Callable[[], Array] | None) -> None:
+        def attend_all(mask: Callable[[], Array] | None, most: int) -> None:
+            together = math.gcd(sizes.passes, most)
+
             def attend_passes(i: Array, _: None) -> None:
                 for n in (i * together + j for j in range(together)):
                     k, v = (
@@ -171,17 +173,16 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
                     )
                     _add(q[0, n], k, v, mask, acc.at[n], top.at[n], total.at[n], soft_cap)
 
-            together = math.gcd(sizes.passes, TOGETHER)
             jax.lax.fori_loop(0, sizes.passes // together, attend_passes, None)
 
         if sizes.together:
-            attend_all(visible)
+            attend_all(visible, 1)
         else:  # most blocks of a long prompt are seen whole by all rows
             whole = nearest + sizes.block <= 1
             if sliding_window is not None:
                 whole &= nearest + sliding_window >= sizes.tokens
-            pl.when(whole)(lambda: attend_all(None))
-            pl.when(jnp.logical_not(whole))(lambda: attend_all(visible))
+            pl.when(whole)(lambda: attend_all(None, WHOLE))
+            pl.when(jnp.logical_not(whole))(lambda: attend_all(visible, MASKED))
 
     @pl.when(tile < num_tiles)
     def _():
