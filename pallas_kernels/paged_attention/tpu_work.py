@@ -79,7 +79,7 @@ class Tiling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The tiles of a region. Those after `num_tiles` repeat the last one."""
+    """The tiles of a region, each core's in turn. Those after `num_tiles` repeat the last one of their core."""
 
     num_tiles: Array  # i32 [1]
     blocks: Array  # i32 [tiles], of the queries: which are a tile's
@@ -133,18 +133,23 @@ def plan(batch: AttentionBatch, num_rows: int, sliding_window: int | None, sizes
     """The tiles of a region, whatever the layer."""
     region = _decode if batch.cu_q_lens is None else _prefill
     exists, blocks, sequences, positions, ends, tokens, slots = region(batch, num_rows, sizes.tokens)
-    num_tiles = jnp.sum(exists)
-    listed = -(-exists.shape[0] // sizes.cores) * sizes.cores
+    num_tiles, cores = jnp.sum(exists), sizes.cores
     order = jnp.argsort(~exists, stable=True)
-    order = order[jnp.minimum(jnp.arange(listed), jnp.maximum(num_tiles - 1, 0))]
+    entry = jnp.arange(-(-exists.shape[0] // cores) * cores)
+    last = num_tiles - 1 - (num_tiles - 1 - entry) % cores  # of the same core
+    entry = jnp.where(entry < num_tiles, entry, last)
+    order = order[jnp.maximum(entry, 0)]
+    blocks = blocks[order]
+    if cores > 1:  # one without a tile has a block of queries of its own
+        blocks = jnp.where(entry < 0, tokens.shape[0] + jnp.arange(entry.shape[0]) % cores, blocks)
+        tokens = jnp.pad(tokens, ((0, cores), (0, 0)))
     first = jnp.zeros_like(positions)
     if sliding_window is not None:
         first = jnp.maximum(positions - sliding_window + 1, 0) // sizes.page_size
-    of_tile = (blocks, sequences, positions, first, ends)
-    blocks, sequences, positions, first, ends = (x[order].astype(jnp.int32) for x in of_tile)
+    sequences, positions, first, ends = (x[order].astype(jnp.int32) for x in (sequences, positions, first, ends))
     return Work(
         num_tiles=num_tiles.astype(jnp.int32)[None],
-        blocks=blocks,
+        blocks=blocks.astype(jnp.int32),
         sequences=sequences,
         positions=positions,
         first_pages=first,
