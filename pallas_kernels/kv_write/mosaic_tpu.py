@@ -80,7 +80,8 @@ def _kernel(layer: Any, page_ids: Any, offsets: Any, k: Any, v: Any, _k: Any, _v
 
         return t + jnp.where(follow, RUN, 1), runs + run.astype(jnp.int32), singles + single.astype(jnp.int32)
 
-    _, runs, singles = lax.while_loop(lambda state: state[0] < num_rows, step, (jnp.int32(0),) * 3)
+    zero = jnp.int32(0)
+    _, runs, singles = lax.while_loop(lambda state: state[0] < num_rows, step, (zero, zero, zero))
     for times, count in ((runs, RUN), (singles, 1)):
         if count <= num_rows:
 

@@ -153,7 +153,7 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
 
         move(tile, i, buffer, wait)
         first = (scalars.first_pages[tile] + i * sizes.pages) * sizes.page_size
-        _clear_after(v_buffers.at[buffer], (scalars.ends[tile] - first) * sizes.position_rows)
+        _clear_after(v_buffers.at[buffer], (scalars.ends[tile] - first) * sizes.position_rows, sizes)
         for source, copy in zip((k_buffers, v_buffers), wide, strict=False):
             copy[...] = source[buffer].astype(jnp.float32)
         nearest = first - scalars.positions[tile]
@@ -231,13 +231,16 @@ def wait(copy: Any) -> None:
     copy.wait()
 
 
-def _clear_after(rows: Any, num_rows: Any) -> None:
+def _clear_after(rows: Any, num_rows: Any, sizes: Tiling) -> None:
     """Zeros in values after the last visible position: they may be anything, NaN too, and 0 * NaN is NaN."""
+    page_rows = sizes.page_size * sizes.position_rows
 
-    @pl.when(num_rows < rows.shape[0])
-    def _():
-        row = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-        rows[...] = jnp.where(row < num_rows, rows[...].astype(jnp.float32), 0.0).astype(rows.dtype)
+    def page(i: Any, _: None) -> None:
+        part = rows.at[pl.ds(i * page_rows, page_rows)]
+        row = i * page_rows + jax.lax.broadcasted_iota(jnp.int32, part.shape, 0)
+        part[...] = jnp.where(row < num_rows, part[...].astype(jnp.float32), 0.0).astype(rows.dtype)
+
+    jax.lax.fori_loop(num_rows // page_rows, sizes.pages, page, None)
 
 
 def _rows_of(n: Array, rows: Any, wide: Any, sizes: Tiling) -> Array:
@@ -281,4 +284,4 @@ def _sums(p: Array) -> Array:
     """[rows, LANES], whose sum over the lanes is that of p."""
     if p.shape[1] % LANES:
         return jnp.broadcast_to(jnp.sum(p, axis=1, keepdims=True) / LANES, (p.shape[0], LANES))
-    return sum(p[:, i : i + LANES] for i in range(0, p.shape[1], LANES))
+    return functools.reduce(jnp.add, (p[:, i : i + LANES] for i in range(0, p.shape[1], LANES)))

@@ -15,7 +15,7 @@ Sizes follow from the chip (`jaxserve.pallas_kernels.tpu`), bandwidth B and vect
   512 bytes of a position: 1,024 a byte, where a v6e does 560 in the time of a byte, a v5e 240, half a 7x 620.
 - In V lie two blocks of pages and their copy in float32, twice the tile's queries and outputs (the next tile's come
   while it is worked on), its sums, maxima and outputs in float32, and the distances: for the tile above and 8 heads
-  some 28 MiB of the 64 (half a v5p, half a 7x) or 128 MiB. Where a tile takes more than half of V it has fewer rows.
+  some 28 MiB of the 64 (half a v5p, half a 7x) or 128 MiB. Where a tile takes more than three quarters of V it has fewer rows.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def tiling(kv: KVCache, num_rows: int, num_heads: int, head_dim: int, batch: Att
     if decodes:
         return of(batch.max_q_len)
     tokens = max(1, min(-(-num_rows // 8) * 8, TILE_ROWS // group))
-    while tokens > 8 and of(tokens).vmem_bytes > chip.vmem_capacity_bytes // 2:
+    while tokens > 8 and of(tokens).vmem_bytes > chip.vmem_capacity_bytes * 3 // 4:
         tokens //= 2
     return of(tokens)
 
