@@ -15,7 +15,8 @@ Sizes follow from the chip (`jaxserve.pallas_kernels.tpu`), bandwidth B and vect
   512 bytes of a position: 1,024 a byte, where a v6e does 560 in the time of a byte, a v5e 240, half a 7x 620.
 - In V lie two blocks of pages and their copy in float32, twice the tile's queries and outputs (the next tile's come
   while it is worked on), its sums, maxima and outputs in float32, and the distances: for the tile above and 8 heads
-  some 28 MiB of the 64 (half a v5p, half a 7x) or 128 MiB. Where a tile takes more than three quarters of V it has fewer rows.
+  some 28 MiB of the 64 (a core of a v5p, half a 7x) or 128 MiB. Where a tile takes more than three quarters of V it has
+  fewer rows.
 """
 
 import dataclasses
