@@ -8,9 +8,11 @@ are read.
 
 import dataclasses
 import fnmatch
+import logging
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from jax.experimental import topologies
 
 from jaxserve.config import DeviceMemory, EngineConfig, RunnerConfig, resolve
 from jaxserve.device import state_shapes
-from jaxserve.executables import compiled
+from jaxserve.executables import compiled, serialized
 from jaxserve.models import get_model
 from jaxserve.program_set import beside_decodes, cohorts_ahead, default_programs, span_shapes
 from jaxserve.program_work import work_of
@@ -26,7 +28,7 @@ from jaxserve.scheduler import LayeredPrefill, SchedulerConfig, prefill_policy
 from jaxserve.sharding.mesh import bytes_per_device, make_mesh
 from jaxserve.step_builder import Rows, StepBuilder
 from jaxserve.step_programs import SampleShape, StepShape
-from jaxserve.topologies import Topology, check_devices
+from jaxserve.topologies import GiB, Topology, check_devices
 from jaxserve.weights.loader import abstract_params, open_checkpoint
 
 VMEM = "1"  # as a memory space
@@ -62,9 +64,9 @@ class EnginePrograms:
     def __init__(self, config: EngineConfig, topology: Topology):
         parallel, options = config.parallel, config.model
         _check_split(topology, parallel.kv_parallel_size, parallel.tensor_parallel_size)
-        self.topology = topology
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology.jax_name).devices
+        self.topology, self._notes = topology, _Notes()
         whole = get_model(open_checkpoint(options.model, load_format="dummy", revision=options.revision).config)
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology.jax_name).devices
         mesh = make_mesh(parallel.kv_parallel_size, parallel.tensor_parallel_size, devices)
         self._device, model = devices[0], whole.on(mesh)
         with jax.default_device(self._device):
@@ -78,6 +80,16 @@ class EnginePrograms:
         keys = default_programs(self.sizes, every=True)
         keys["forward"] += _layered(scheduler, self.sizes, model.config.num_layers)
         self._keys = {name_of(table, key): (table, key) for table in keys for key in keys[table]}
+
+    def total_bytes(self, reports: Sequence[ProgramReport]) -> int:
+        """What a device needs at most with the code of all these programs on it."""
+        code = sum(report.code_bytes or 0 for report in reports)
+        return max((r.needed_bytes - (r.code_bytes or 0) for r in reports if r.needed_bytes), default=0) + code
+
+    @property
+    def notes(self) -> list[str]:
+        """What the programs do in a slower way than a TPU could, and why."""
+        return self._notes.found
 
     @property
     def held_bytes(self) -> int:
@@ -94,7 +106,8 @@ class EnginePrograms:
         for pattern in patterns:
             found = {n for n in self._keys if fnmatch.fnmatchcase(n, pattern) or n.startswith(f"{pattern}_")}
             if not found:
-                raise ValueError(f"no program is called {pattern!r}; there are {', '.join(self._keys)}")
+                kinds = dict.fromkeys(re.sub(r"_\d.*", "", name) for name in self._keys)
+                raise ValueError(f"no program is called {pattern!r}; give one of {', '.join(kinds)}, or a full name")
             chosen |= found
         return [name for name in self._keys if name in chosen or not patterns]
 
@@ -107,12 +120,20 @@ class EnginePrograms:
             traced.append(function.trace(*arguments, **static))
             return compiled(function, *arguments, **static)
 
-        with jax.default_device(self._device):
+        with jax.default_device(self._device), self._notes:
             try:
                 program: Any = getattr(self._build, table)(key, trace_and_compile)
             except jax.errors.JaxRuntimeError as error:
                 return ProgramReport(name=name, compile_s=time.monotonic() - start, problem=_reason(error)), None
-        report = ProgramReport(name=name, compile_s=time.monotonic() - start, **_memory(program), **_work(traced[0]))
+        elapsed, work = time.monotonic() - start, work_of(traced[0].jaxpr.jaxpr)
+        report = ProgramReport(
+            name=name,
+            compile_s=elapsed,
+            **_memory(program),
+            smem_bytes=work.smem_bytes or None,
+            flops=work.flops,
+            matmul_bytes=work.matmul_bytes,
+        )
         return self._judged(report), program
 
     def _judged(self, report: ProgramReport) -> ProgramReport:
@@ -122,8 +143,43 @@ class EnginePrograms:
         needed, limit = max(self.held_bytes, report.argument_bytes) + own, self.topology.device.memory_bytes
         problem = None
         if needed > limit:
-            problem = f"needs {needed} bytes of HBM, a device has {limit}; lower device_memory_utilization"
+            problem = (
+                f"needs {needed / GiB:.2f} GiB of HBM with all that the engine holds, a device has {limit / GiB:.2f}; "
+                "lower device_memory_utilization"
+            )
         return dataclasses.replace(report, needed_bytes=needed, problem=problem)
+
+
+class _Notes(logging.Handler):
+    """Takes, inside `with`, what kernels log of their fallbacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._logger = logging.getLogger("jaxserve.pallas_kernels")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+
+
+def save_program(folder: Path, name: str, program: Any) -> dict[str, Any]:
+    """Writes the serialised program; returns its file and the arguments that it takes, those of all devices together.
+
+    The file is what `executables` keeps: a pickle of `jax.experimental.serialize_executable.serialize`.
+    """
+    (folder / f"{name}.program").write_bytes(serialized(program))
+    return {"file": f"{name}.program", "arguments": [_described(leaf) for leaf in jax.tree.leaves(program.args_info)]}
+
+
+def _described(leaf: Any) -> str:
+    """Such as "donated bfloat16[32,1536,4096]"."""
+    return f"{'donated ' if leaf.donated else ''}{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def name_of(table: str, key: Any) -> str:
@@ -181,11 +237,6 @@ def _memory(program: Any) -> dict[str, int | None]:
         "code_bytes": memory.generated_code_size_in_bytes,
         "vmem_bytes": max(vmem, default=None),
     }
-
-
-def _work(traced: Any) -> dict[str, int]:
-    work = work_of(traced.jaxpr.jaxpr)
-    return work._asdict()
 
 
 def _reason(error: Exception) -> str:

@@ -107,4 +107,3 @@ def _check_sizes(model: Model, context: int) -> None:
         size, limit = getattr(config, name), MAX_HEAD_DIM if name == "head_dim" else MAX_SIZE
         if size > limit:
             raise ValueError(f"{name} must be at most {limit} to be planned, got {size}")
-
