@@ -66,6 +66,7 @@ class EnginePrograms:
         _check_split(topology, parallel.kv_parallel_size, parallel.tensor_parallel_size)
         self.topology, self._notes = topology, _Notes()
         whole = get_model(open_checkpoint(options.model, load_format="dummy", revision=options.revision).config)
+        assert topology.jax_name is not None, "not of TPUs"
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology.jax_name).devices
         mesh = make_mesh(parallel.kv_parallel_size, parallel.tensor_parallel_size, devices)
         self._device, model = devices[0], whole.on(mesh)
@@ -84,7 +85,8 @@ class EnginePrograms:
     def total_bytes(self, reports: Sequence[ProgramReport]) -> int:
         """What a device needs at most with the code of all these programs on it."""
         code = sum(report.code_bytes or 0 for report in reports)
-        return max((r.needed_bytes - (r.code_bytes or 0) for r in reports if r.needed_bytes), default=0) + code
+        needs = (report.needed_bytes - (report.code_bytes or 0) for report in reports if report.needed_bytes)
+        return max(needs, default=self.held_bytes) + code
 
     @property
     def notes(self) -> list[str]:
@@ -226,7 +228,7 @@ def _num_bytes(shapes: Any) -> int:
     return sum(bytes_per_device(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(shapes))
 
 
-def _memory(program: Any) -> dict[str, int | None]:
+def _memory(program: Any) -> dict[str, Any]:
     memory = program.memory_analysis()
     kernels = KERNEL_MEMORY.findall(program.as_text() or "")
     vmem = [int(n) for used in kernels for n in re.findall(rf'"memory_space":"{VMEM}".*?"size":"(\d+)"', used)]

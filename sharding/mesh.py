@@ -21,9 +21,7 @@ FLAT = ("tp", "kv")  # both as one: heads are split over tp first, then within k
 EVERYWHERE = PartitionSpec()
 
 
-def make_mesh(
-    kv_parallel_size: int, tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None
-) -> Mesh | None:
+def make_mesh(kv_parallel_size: int, tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh | None:
     """The first `kv_parallel_size * tensor_parallel_size` devices as a mesh; None for one device, which needs none.
 
     Args:

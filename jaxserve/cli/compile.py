@@ -46,6 +46,7 @@ COMPILE_OPTIONS = {
 # libtpu and JAX read these once, when they are loaded
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from there does not serialise again
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
     "TPU_WORKER_ID": "0",
     "TPU_WORKER_HOSTNAMES": "localhost",
