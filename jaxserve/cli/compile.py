@@ -81,7 +81,7 @@ def compile(
     """Compile every program that the engine would use on TPUs, without having one, and show what each needs.
 
     Takes a machine with CPUs and libtpu. Weights are neither read nor allocated. Exit code 0: all programs compile and
-    fit; 3: some do not, or no KV cache fits.
+    fit; 3: some do not, or there is no room for a KV pool.
     """
     from jaxserve.topologies import find_topology
 
@@ -98,7 +98,10 @@ def compile(
     try:
         programs = EnginePrograms(EngineConfig.of(model, **engine), place)
     except NoRoomError as error:
-        typer.echo(f"does not fit: {error}", err=True)
+        if as_json:
+            show({**asked, "fits": False, "problem": str(error), "programs": []}, "compile", as_json=True)
+        else:
+            print(f"Does not fit: {error}")
         return DOES_NOT_FIT
     names = programs.names(only or ())
     reports, saved = _compile(programs, names, save)

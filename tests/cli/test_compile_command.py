@@ -75,9 +75,16 @@ def test_what_does_not_fit_is_told_with_the_compilers_reason():
     assert re.search(r"^decode_8 .* no$", done.stdout, re.MULTILINE)
     assert re.search(r"^decode_8: RESOURCE_EXHAUSTED: .*HBM", done.stdout, re.MULTILINE | re.DOTALL)
     assert "\nNot all of these compile and fit; " in done.stdout
-    done = run_apart("compile", "--model", "llama-3.1-70b", "--topology", "v6e-1")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("does not fit: no room for a KV pool")
+
+
+@needs_libtpu
+@pytest.mark.parametrize("as_json", [False, True])
+def test_weights_that_leave_no_room_do_not_fit(as_json):
+    arguments = ("compile", "--model", "llama-3.1-70b", "--topology", "v6e-1")
+    done = run_apart(*arguments, *(["--json"] if as_json else []))
+    assert (done.returncode, done.stderr) == (3, "")
+    text = json.loads(done.stdout)["problem"] if as_json else done.stdout
+    assert "no room for a KV pool: 0 bytes are left after " in text
 
 
 def test_help_shows_every_option_in_full_on_80_columns(run, monkeypatch):
