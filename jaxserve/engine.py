@@ -17,6 +17,7 @@ from jaxserve.input_processor import InputProcessor, Prompt
 from jaxserve.metrics import StepRecord
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
+from jaxserve.pallas_kernels.target import target_device
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.tokenizer import Tokenizer
@@ -177,7 +178,7 @@ def load_model(config: EngineConfig) -> weights.LoadedModel:
         revision=options.revision,
         tokenizer=options.tokenizer,
         seed=options.seed,
-        stacked=jax.default_backend() != "cpu",
+        stacked=target_device().platform != "cpu",
         mesh=make_mesh(config.parallel.kv_parallel_size, config.parallel.tensor_parallel_size),
     )
 

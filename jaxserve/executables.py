@@ -26,6 +26,7 @@ from jax.experimental import serialize_executable
 from jaxlib.version import __version__ as jaxlib_version
 
 from jaxserve.models.base import Model
+from jaxserve.pallas_kernels.target import target_device
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def load_or_compile(
 
 
 def compile_here(function: Any, arguments: tuple, static: dict[str, Any]) -> Any:
-    options = COMPILER_OPTIONS.get(jax.default_backend())
+    options = COMPILER_OPTIONS.get(target_device().platform)
     return function.lower(*arguments, **static).compile(compiler_options=options)
 
 

@@ -13,7 +13,7 @@ from jaxserve.layers.linear import Weight, linear
 from jaxserve.layers.rope import apply_rope, rotation
 from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.fallback import say_once
-from jaxserve.pallas_kernels.paged_attention import Implementation, paged_attention, prepare
+from jaxserve.pallas_kernels.paged_attention import HopperWork, Implementation, paged_attention, prepare
 from jaxserve.sharding.collectives import axis_size
 from jaxserve.sharding.kv_parallel import AXIS, local_pages, merge_over_kv
 
@@ -41,12 +41,16 @@ def prepare_batch(
 ) -> StepBatch:
     """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here."""
     cut = batch.num_decode_rows
-    options = {"num_heads": spec.num_heads, "sliding_window": spec.sliding_window, "implementation": implementation}
-    window = spec.sliding_window
+    options = {
+        "num_heads": spec.num_heads,
+        "head_dim": 2 * len(spec.frequencies),
+        "sliding_window": spec.sliding_window,
+        "implementation": implementation,
+    }
     decode, prefill = (
         None
         if region is None
-        else prepare(_simplest(own_pages(region, kv, window), spec), kv, num_rows=num_rows, **options)
+        else prepare(_simplest(own_pages(region, kv, spec.sliding_window), spec), kv, num_rows=num_rows, **options)
         for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))
     )
     turn = rotation(batch.positions, spec.frequencies)
@@ -87,7 +91,7 @@ def _simplest(region: AttentionBatch, spec: AttentionSpec) -> AttentionBatch:
 
 def on_hopper(*regions: AttentionBatch | None) -> bool:
     """Whether a region is prepared for the kernels."""
-    return any(region is not None and region.work is not None for region in regions)
+    return any(region is not None and isinstance(region.work, HopperWork) for region in regions)
 
 
 def attend(
@@ -126,7 +130,7 @@ def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: Step
         if reason is None:
             return rope_kv_write.rope_kv_write(heads, (cos, sin), kv, layer, batch.page_ids, batch.page_offsets)
         say_once("the write of keys and values", reason)
-    K = kv.k.shape[3]
+    K = kv.num_heads(heads.shape[2])
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)
     q, k = (apply_rope(x, (cos[:, :1], sin[:, :1])) for x in (q, k))
     return q, write_kv(kv, layer, k, v, batch.page_ids, batch.page_offsets)

@@ -9,11 +9,15 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from jaxserve.pallas_kernels import kv_write
+from jaxserve.pallas_kernels.fallback import say_once
+from jaxserve.pallas_kernels.paged_attention import preferred
 from jaxserve.pallas_kernels.paged_attention.types import (
     AttentionBatch as AttentionBatch,
     KVCache as KVCache,
     quantize,
 )
+from jaxserve.pallas_kernels.target import target_device
 
 
 @jax.tree_util.register_dataclass
@@ -59,10 +63,24 @@ class CacheShape(Protocol):
 
 def init_kv_cache(config: CacheShape, *, num_pages: int, page_size: int, dtype: DTypeLike) -> dict[str, KVCache]:
     """Empty caches, one for each layer kind. They share page ids: page p of every kind holds the same tokens."""
-    shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    position = position_shape(config.num_kv_heads, config.head_dim, target_device().platform)
     return {
-        kind: KVCache.zeros(config.layer_kinds.count(kind), *shape, dtype) for kind in dict.fromkeys(config.layer_kinds)
+        kind: KVCache.zeros(
+            config.layer_kinds.count(kind), num_pages, page_size, position, dtype, num_kv_heads=config.num_kv_heads
+        )
+        for kind in dict.fromkeys(config.layer_kinds)
     }
+
+
+def position_shape(num_kv_heads: int, head_dim: int, platform: str) -> tuple[int, int]:
+    """The shape of one position's keys, or values, in the cache of a device of this platform.
+
+    On TPU memory has rows of 128 numbers: a head of 64 alone would take twice its memory, so that two share a row, and
+    one of 256 takes two rows. Rows of 128 are also what can be written in place there.
+    """
+    if platform == "tpu" and head_dim in (64, 256) and num_kv_heads * head_dim % 128 == 0:
+        return num_kv_heads * head_dim // 128, 128
+    return num_kv_heads, head_dim
 
 
 def write_kv(
@@ -76,8 +94,12 @@ def write_kv(
     """The cache with each row of k and v at its page and offset of `layer`. In place when the cache was donated."""
     if scales := kv.layer_scales(layer):
         k, v = (quantize(x, scale) for x, scale in zip((k, v), scales, strict=True))
-    return dataclasses.replace(
-        kv,
-        k=kv.k.at[layer, page_ids, page_offsets].set(k.astype(kv.k.dtype)),
-        v=kv.v.at[layer, page_ids, page_offsets].set(v.astype(kv.v.dtype)),
-    )
+    k, v = (x.reshape(x.shape[0], *kv.k.shape[3:]).astype(kv.k.dtype) for x in (k, v))
+    if preferred() == "mosaic_tpu":
+        reason = kv_write.unsupported(kv)
+        if reason is None:
+            pages = kv_write.kv_write((k, v), (kv.k, kv.v), layer, page_ids, page_offsets)
+            return dataclasses.replace(kv, k=pages[0], v=pages[1])
+        say_once("the write of keys and values", reason)
+    at = (layer, page_ids, page_offsets)
+    return dataclasses.replace(kv, k=kv.k.at[at].set(k), v=kv.v.at[at].set(v))

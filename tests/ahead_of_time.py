@@ -1,11 +1,12 @@
 """Compiles step programs for an accelerator that is not here and prints what became of them as JSON; run as a script.
 
-    python tests/ahead_of_time.py cpu | tpu | cuda
+    python tests/ahead_of_time.py cpu | tpu | tpu-experts | cuda
 
 The model is a small Llama in bfloat16, with its layers in the target's form and a KV cache that is larger than its
 weights. Nothing is allocated: arguments are shapes. A process of its own, since libtpu reads its environment once.
-For cuda, an H200, the steps use the Hopper kernels, which are also compiled one by one. On cuda and tpu the steps are
-compiled for two devices too, with either kind of parallelism.
+The steps use the kernels for the target, an H200 or a v5e, which are also compiled one by one, for a v6e too. On cuda
+and tpu the steps are compiled for two devices too, with either kind of parallelism. With tpu-experts the experts of a
+mixture are compiled, at more sizes and for all families of TPU, and decode steps of a small mixture.
 """
 
 import collections
@@ -49,7 +50,7 @@ from jax.sharding import (  # noqa: E402
 
 from jaxserve.executables import COMPILER_OPTIONS  # noqa: E402
 from jaxserve.layers.decoder import stack_layers  # noqa: E402
-from jaxserve.layers.kv_cache import init_kv_cache  # noqa: E402
+from jaxserve.layers.kv_cache import init_kv_cache, position_shape  # noqa: E402
 from jaxserve.layers.moe import moe  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
@@ -70,6 +71,14 @@ LLAMA = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
+MIXTURE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 8,
+    "moe_intermediate_size": 256,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
 PAGE_SIZE, MAX_PAGES, NUM_SLOTS = 64, 64, 32
 # On cuda more than half of the card's memory: XLA counts what is donated twice, and once computed matmuls twice for it
 NUM_PAGES = {"cpu": 2048, "tpu": 2048, "cuda": 80 * 1024}
@@ -80,6 +89,7 @@ SHAPES = {
 }
 
 
+KERNELS_OF: dict[str, paged_attention.Implementation] = {"cpu": "xla", "cuda": "mosaic_gpu", "tpu": "mosaic_tpu"}
 MESHES = {"tp": (1, 2), "kv": (2, 1)}
 
 
@@ -126,8 +136,42 @@ KERNELS |= {
     )
 }
 
+TPU_KERNELS = {
+    "decode_32_8_128": KERNELS["decode_32_8_128"],
+    "decode_32_8_128_fp8": KERNELS["decode_32_8_128_fp8"],
+    "decode_32_8_64": KernelShape(num_seqs=64, heads=(32, 8, 64), page_size=16),
+    "decode_32_8_128_eight_tokens": KernelShape(num_seqs=16, heads=(32, 8, 128), q_len=8),
+    "decode_8_4_256": KERNELS["decode_8_4_256"],
+    "prefill_32_8_128": KernelShape(num_seqs=4, heads=(32, 8, 128), prefill_rows=512),
+    "prefill_8_4_256_fp8": KERNELS["prefill_8_4_256_fp8"],
+}
+
 COLLECTIVES = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 EXPERTS = {"experts_1": 1, "experts_5": 5, "experts_64": 64, "experts_300": 300, "experts_8192": 8192}  # tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """Of Qwen3-30B-A3B, if nothing else is said. One TPU can hold the experts of a few layers, or its rank's."""
+
+    num_tokens: int
+    num_layers: int = 8
+    num_here: int = 128
+    num_experts: int = 128
+    top_k: int = 8
+    D: int = 2048
+    F: int = 768
+
+
+RANK = {"num_here": 16, "num_layers": 48}  # of eight
+TPU_EXPERTS = {
+    "experts_64": ExpertsShape(num_tokens=64),
+    "experts_256_of_a_rank": ExpertsShape(num_tokens=256, **RANK),
+}
+MORE_TPU_EXPERTS = {f"experts_{n}": ExpertsShape(num_tokens=n) for n in (1, 256, 8192)}
+MORE_TPU_EXPERTS |= {f"experts_{n}_of_a_rank": ExpertsShape(num_tokens=n, **RANK) for n in (1, 64, 8192)}
+MIXTRAL = {"num_layers": 2, "num_here": 8, "num_experts": 8, "top_k": 2, "D": 4096, "F": 14336}
+MORE_TPU_EXPERTS |= {f"experts_{n}_in_blocks": ExpertsShape(num_tokens=n, **MIXTRAL) for n in (64, 4096)}
 
 
 def targets(platform: str) -> list[Any]:
@@ -135,9 +179,14 @@ def targets(platform: str) -> list[Any]:
     if platform == "cpu":
         return jax.devices()[:1]
     if platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+        return tpus("v5e")
     description = (Path(__file__).parent / "targets" / "h200.txtpb").read_text(encoding="utf-8")
     return topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x2").devices
+
+
+def tpus(family: str) -> list[Any]:
+    shape = "2x2x1" if family in ("v5p", "tpu7x") else "2x2"
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{family}:{shape}").devices
 
 
 def arguments(model, platform: str, place: SingleDeviceSharding):
@@ -150,7 +199,9 @@ def arguments(model, platform: str, place: SingleDeviceSharding):
         kv = init_kv_cache(model.config, num_pages=NUM_PAGES[platform], page_size=PAGE_SIZE, dtype=jnp.bfloat16)
         return params, kv, init_sequences(NUM_SLOTS, MAX_PAGES)
 
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), jax.eval_shape(make))
+    with jax.default_device(*place.device_set):
+        shapes = jax.eval_shape(make)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)
 
 
 def on_mesh(model, args: tuple, mesh: Mesh) -> tuple:
@@ -165,20 +216,18 @@ def num_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def lowering_for(platform: str, place: Sharding | None):
-    """The context of tracing and lowering: Pallas asks a mesh which GPU it is for."""
-    if platform != "cuda" or isinstance(place, NamedSharding):  # the step brings the mesh
-        return contextlib.nullcontext()
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device))
-
-
-def compile_for(platform: str, function, *args, place: Sharding | None = None, **options):
-    if platform == "cuda":
-        options["compiler_options"] = COMPILER_OPTIONS["gpu"]
-    with lowering_for(platform, place):
-        lowered = jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform,))
-    return lowered.compile()
+def compile_for(function, *args, **options):
+    """For the devices that the arguments are on."""
+    sharding = jax.tree.leaves(args)[0].sharding
+    device = min(sharding.device_set, key=lambda device: device.id)
+    mesh, platform = contextlib.nullcontext(), device.platform
+    if platform == "gpu":
+        options["compiler_options"], platform = COMPILER_OPTIONS["gpu"], "cuda"
+        if isinstance(sharding, SingleDeviceSharding):  # Pallas asks a mesh which GPU it is; else the step brings one
+            abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+            mesh = use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=abstract))
+    with jax.default_device(device), mesh:
+        return jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform,)).compile()
 
 
 def kernels_of(compile_it: Callable[[], Any]) -> dict:
@@ -195,9 +244,12 @@ def kernels_of(compile_it: Callable[[], Any]) -> dict:
     }
 
 
-def compile_attention(shape: KernelShape, struct: Callable[..., Any]) -> Any:
+def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: str) -> Any:
     N, K, H = shape.heads
-    pages, scale = struct((2, 256, shape.page_size, K, H), shape.dtype), None
+    position, num_pages = position_shape(K, H, platform), 256
+    if platform == "tpu":  # a GiB of keys, which no copy of can be put into the vector memory
+        num_pages = 2**30 // (2 * shape.page_size * K * H * jnp.dtype(shape.dtype).itemsize)
+    pages, scale = struct((2, num_pages, shape.page_size, *position), shape.dtype), None
     if shape.dtype == jnp.float8_e4m3fn:
         scale = struct((2, K), jnp.float32)
     batch = paged_attention.AttentionBatch(
@@ -207,11 +259,21 @@ def compile_attention(shape: KernelShape, struct: Callable[..., Any]) -> Any:
         max_q_len=shape.q_len,
     )
     attention = functools.partial(
-        paged_attention.paged_attention, scale=H**-0.5, return_lse=True, implementation="mosaic_gpu"
+        paged_attention.paged_attention, scale=H**-0.5, return_lse=True, implementation=KERNELS_OF[platform]
     )
     q = struct((shape.rows, N, H), jnp.bfloat16)
     kv = paged_attention.KVCache(k=pages, v=pages, k_scale=scale, v_scale=scale)
-    return compile_for("cuda", attention, q, kv, struct((), jnp.int32), batch)
+    return compile_for(attention, q, kv, struct((), jnp.int32), batch)
+
+
+def compile_on_tpu(shape: KernelShape | ExpertsShape, family: str) -> dict:
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(tpus(family)[0]))
+    if isinstance(shape, ExpertsShape):
+        compiled = compile_experts(shape, struct)
+    else:
+        compiled = compile_attention(shape, struct, "tpu")
+    calls = re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text() or "")
+    return {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "calls": len(calls)}
 
 
 def compile_dense_layer(num_rows: int, struct: Callable[..., Any]) -> Any:
@@ -224,20 +286,20 @@ def compile_dense_layer(num_rows: int, struct: Callable[..., Any]) -> Any:
     layer, progress = struct((), jnp.int32), struct((2,), jnp.int32)
     rows = [struct((num_rows, D), jnp.bfloat16)] * 2
     run = functools.partial(dense_layer.dense_layer, eps=1e-5, offset=0.0)
-    return compile_for("cuda", run, *rows, weights, layer, progress, donate_argnums=4)
+    return compile_for(run, *rows, weights, layer, progress, donate_argnums=4)
 
 
-def compile_experts(num_tokens: int, struct: Callable[..., Any]) -> Any:
-    """A layer of Qwen3-30B-A3B's shape."""
-    L, E, D, F = 48, 128, 2048, 768
-    shapes = {"x": (num_tokens, D), "router": (E, D), "gate_up": (L, E, 2 * F, D), "down": (L, E, D, F)}
+def compile_experts(shape: ExpertsShape, struct: Callable[..., Any]) -> Any:
+    L, E, D, F = shape.num_layers, shape.num_here, shape.D, shape.F
+    x, router = (shape.num_tokens, D), (shape.num_experts, D)
+    shapes = {"x": x, "router": router, "gate_up": (L, E, 2 * F, D), "down": (L, E, D, F)}
     args = {name: struct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    args["real"] = struct((num_tokens,), jnp.bool_)
+    args["real"] = struct(x[:1], jnp.bool_)
 
     def layer(args: dict[str, Any], layer: Any) -> Any:
-        return moe(**args, layer=layer, top_k=8, normalize=True, act="silu")[0]
+        return moe(**args, layer=layer, top_k=shape.top_k, normalize=True, act="silu")[0]
 
-    return compile_for("cuda", layer, args, struct((), jnp.int32))
+    return compile_for(layer, args, struct((), jnp.int32))
 
 
 def inside_and_outside_the_loop(hlo: str) -> tuple[str, str]:
@@ -275,28 +337,61 @@ def compile_step(model, shape: StepShape, platform: str, place: Sharding, args) 
     step = functools.partial(forward_step, model, shape=shape)
     frontier = jax.ShapeDtypeStruct((shape.prefill_tokens, LLAMA["hidden_size"]), jnp.bfloat16, sharding=place)
     inputs = (*args, ints, frontier) if shape.starts_above else (*args, ints)
-    compiled = compile_for(platform, step, *inputs, donate_argnums=(1, 2), place=place)
+    compiled = compile_for(step, *inputs, donate_argnums=(1, 2))
     memory = compiled.memory_analysis()
     assert memory is not None
-    found = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
+    found: dict = {"temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes}
+    if platform == "tpu":
+        found["kernels"] = len(re.findall(r"custom_call_target=\"tpu_custom_call\"", compiled.as_text() or ""))
     if platform == "cuda" and shape.span is None:  # else there are three loops
         inside, outside = inside_and_outside_the_loop(compiled.as_text() or "")
         found |= {"in_loop": operations(inside), "outside": operations(outside)}
     return found
 
 
+def experts_on_tpus() -> dict:
+    kernels = {
+        f"{family}_{name}": compile_on_tpu(shape, family)
+        for family in ("v5e", "v5p", "v6e", "tpu7x")
+        for name, shape in MORE_TPU_EXPERTS.items()
+        if family in ("v5e", "v6e") or name in ("experts_8192", "experts_64_in_blocks")
+    }
+    model, devices = get_model(MIXTURE), targets("tpu")
+    place = SingleDeviceSharding(devices[0])
+    args = arguments(model, "tpu", place)
+    programs = {"one": compile_step(model, SHAPES["decode"], "tpu", place, args)}
+    for name, sizes in MESHES.items():
+        mesh = Mesh(np.array(devices[:2]).reshape(sizes), AXES)
+        rank_model = model.on(mesh)
+        split = on_mesh(rank_model, args, mesh)
+        programs[name] = compile_step(rank_model, SHAPES["decode"], "tpu", replicated(mesh), split)
+    return {"kernels": kernels, "programs": programs, "weights_bytes": num_bytes(args[0])}
+
+
 def main(platform: str) -> None:
+    if platform == "tpu-experts":
+        print(json.dumps(experts_on_tpus()))
+        return
     model = get_model(LLAMA)
     devices = targets(platform)
     place = SingleDeviceSharding(devices[0])
     args = arguments(model, platform, place)
     result: dict = {"weights_bytes": num_bytes(args[0]), "cache_bytes": num_bytes(args[1])}
+    if platform == "tpu":
+        result["kernels"] = {
+            f"{family}_{name}": compile_on_tpu(shape, family)
+            for family in ("v5e", "v6e")
+            for name, shape in (TPU_KERNELS | TPU_EXPERTS).items()
+        }
     if platform == "cuda":
-        paged_attention.preferred = lambda: "mosaic_gpu"  # as on a Hopper card
         struct = functools.partial(jax.ShapeDtypeStruct, sharding=place)
-        compiles = {name: functools.partial(compile_attention, shape, struct) for name, shape in KERNELS.items()}
+        compiles = {
+            name: functools.partial(compile_attention, shape, struct, "cuda") for name, shape in KERNELS.items()
+        }
         compiles |= {f"dense_layer_{n}": functools.partial(compile_dense_layer, n, struct) for n in (8, 16)}
-        compiles |= {name: functools.partial(compile_experts, tokens, struct) for name, tokens in EXPERTS.items()}
+        for name, num_tokens in EXPERTS.items():
+            shape = ExpertsShape(num_tokens=num_tokens, num_layers=48)
+            compiles[name] = functools.partial(compile_experts, shape, struct)
         result["kernels"] = {name: kernels_of(compile_it) for name, compile_it in compiles.items()}
     result["programs"] = {name: compile_step(model, shape, platform, place, args) for name, shape in SHAPES.items()}
     for name, sizes in MESHES.items() if platform != "cpu" else ():

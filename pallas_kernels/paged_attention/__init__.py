@@ -3,15 +3,16 @@
 import dataclasses
 from typing import Any, Literal
 
-import jax
 from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.pallas_kernels.fallback import say_once
-from jaxserve.pallas_kernels.paged_attention import mosaic_gpu, xla
+from jaxserve.pallas_kernels.paged_attention import decode_work, mosaic_gpu, mosaic_tpu, prefill_work, xla
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as AttentionBatch, KVCache as KVCache
+from jaxserve.pallas_kernels.target import target_device
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
+HopperWork = decode_work.Work | prefill_work.Work  # what `prepare` adds to a batch for the Hopper kernels
 
 
 def paged_attention(
@@ -47,12 +48,10 @@ def paged_attention(
         implementation = _choose(q, kv, batch)
     if implementation == "mosaic_gpu":
         out, lse = mosaic_gpu.paged_attention(q, kv, layer, batch, **options)
-    elif implementation == "xla":
-        out, lse = xla.paged_attention(q, kv, layer, batch, **options)
+    elif implementation == "mosaic_tpu":
+        out, lse = mosaic_tpu.paged_attention(q, kv, layer, batch, **options)
     else:
-        raise NotImplementedError(
-            f"paged_attention: implementation {implementation!r} is not written yet; use 'xla', 'mosaic_gpu' or None"
-        )
+        out, lse = xla.paged_attention(q, kv.by_head(q.shape[-1]), layer, batch, **options)
     return (out, lse) if return_lse else out
 
 
@@ -63,29 +62,39 @@ def prepare(
     num_rows: int,
     num_heads: int,
     sliding_window: int | None,
+    head_dim: int | None = None,
     implementation: Implementation | None = None,
 ) -> AttentionBatch:
     """The batch with what its attention needs to work out once a step rather than once a layer.
 
-    `num_rows` are the query rows of the region, `num_heads` and `sliding_window` those of the layers it is for.
+    `num_rows` are the query rows of the region, `num_heads` and `sliding_window` those of the layers it is for, and so
+    is `head_dim`, None if it is what the last dimension of the cache says.
     """
-    if (implementation or preferred()) != "mosaic_gpu":
-        return batch
-    return dataclasses.replace(batch, work=mosaic_gpu.plan(batch, kv, num_rows, num_heads, sliding_window))
+    match implementation or preferred():
+        case "mosaic_gpu":
+            work = mosaic_gpu.plan(batch, kv, num_rows, num_heads, sliding_window)
+        case "mosaic_tpu":
+            work = mosaic_tpu.plan(batch, kv, num_rows, num_heads, head_dim or kv.k.shape[-1], sliding_window)
+        case _:
+            return batch
+    return dataclasses.replace(batch, work=work)
 
 
 def preferred() -> Implementation:
-    """What is fastest on the device here, where it can serve."""
-    device = jax.devices()[0]
+    """What is fastest on the device that programs are made for, where it can serve."""
+    device = target_device()
+    if device.platform == "tpu":
+        return "mosaic_tpu"
     hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
     return "mosaic_gpu" if hopper else "xla"
 
 
 def _choose(q: Array, kv: KVCache, batch: AttentionBatch) -> Implementation:
     """The best that can do this."""
-    if preferred() == "xla":
-        return "xla"
-    reason = mosaic_gpu.unsupported(q, kv, batch)
+    best = preferred()
+    if best == "xla":
+        return best
+    reason = (mosaic_gpu if best == "mosaic_gpu" else mosaic_tpu).unsupported(q, kv, batch)
     if reason:
         say_once("paged attention", reason)
-    return "xla" if reason else "mosaic_gpu"
+    return "xla" if reason else best

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -21,6 +20,7 @@ from jaxserve.pallas_kernels.paged_attention.hopper import (
     unsupported_dtypes,
 )
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+from jaxserve.pallas_kernels.target import target_device
 
 FEWEST = 8  # query rows of a tile
 ALIGNMENT = 1024  # of an array in shared memory
@@ -143,6 +143,6 @@ def shared_bytes(
 
 
 def num_multiprocessors() -> int:
-    """Of the GPU here; where there is none, of the H200 for which one compiles ahead of time."""
-    device = jax.devices()[0]
+    """Of the GPU that programs are made for; of an H200 where they only run in the interpreter."""
+    device = target_device()
     return device.core_count if device.platform == "gpu" else 132

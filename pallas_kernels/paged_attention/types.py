@@ -18,6 +18,9 @@ class KVCache:
     """All layers' pages of one layer kind. Page 0, on a mesh that of each rank, is never allocated: padding
     rows write there.
 
+    Where `layers.kv_cache` says so, on TPU, the two last dimensions are those of rows that hold the heads one after the
+    other: [.., K * H / 128, 128].
+
     With pages in float8_e4m3fn, keys are `k_scale * k` and values `v_scale * v`: there is one scale a layer and head.
     """
 
@@ -28,16 +31,31 @@ class KVCache:
 
     @classmethod
     def zeros(
-        cls, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
+        cls,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        position: tuple[int, int],
+        dtype: DTypeLike,
+        *,
+        num_kv_heads: int,
     ) -> "KVCache":
-        """Empty pages of this dtype, with scales of 1 if it is float8_e4m3fn."""
-        shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
+        """Empty pages of this dtype, with scales of 1 if it is float8_e4m3fn; `position` is the shape of each."""
+        shape = (num_layers, num_pages, page_size, *position)
         scales = [jnp.ones((num_layers, num_kv_heads)) if dtype == FP8 else None for _ in range(2)]
         return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), k_scale=scales[0], v_scale=scales[1])
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
+
+    def num_heads(self, head_dim: int) -> int:
+        return self.k.shape[3] * self.k.shape[4] // head_dim
+
+    def by_head(self, head_dim: int) -> "KVCache":
+        """The same with pages [L, P, page_size, K, H]."""
+        shape = (*self.k.shape[:3], -1, head_dim)
+        return dataclasses.replace(self, k=self.k.reshape(shape), v=self.v.reshape(shape))
 
     def layer_scales(self, layer: int | Array) -> tuple[Array, Array] | None:
         """The scales of keys and of values in one layer, f32 [K] each; None where nothing is scaled."""

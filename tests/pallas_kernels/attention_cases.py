@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.pallas_kernels.paged_attention import AttentionBatch, KVCache
+from jaxserve.pallas_kernels.paged_attention import AttentionBatch, KVCache, reference
 from jaxserve.pallas_kernels.paged_attention.types import FP8
 
 LAYERS, LAYER = 2, 1
@@ -114,3 +114,13 @@ def inputs(case: Case, dtype, kv_dtype=None, *, unused: float = np.nan) -> tuple
         k_scale, v_scale = jnp.asarray(0.4 * 2.0 ** (step % 3) * rng.uniform(0.9, 1.1, step.shape), jnp.float32)
         kv = dataclasses.replace(kv, k_scale=k_scale, v_scale=v_scale)
     return jnp.asarray(q, dtype), kv, batch
+
+
+def error(got, expected, batch, dtype) -> float:
+    """The largest error of any row in units of its bound: epsilon x sqrt(length of its sums) x the output's scale.
+
+    A row's sums run over head_dim in the scores and over the positions it sees in the output.
+    """
+    positions = np.array([p for _, p in reference.query_positions(batch, len(got))])
+    bound = float(jnp.finfo(dtype).eps) * np.sqrt(positions + 1 + got.shape[-1]) * np.abs(expected).max()
+    return float((np.abs(got - expected).max(axis=(1, 2)) / bound).max())

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, LAYER, Case, inputs
+from attention_cases import CASES, LAYER, Case, error, inputs
 
 import jaxserve.pallas_kernels.paged_attention as package
 from jaxserve.pallas_kernels import fallback
@@ -71,16 +71,6 @@ def run(q, kv, batch, options, implementation):
         attention = functools.partial(paged_attention, **options, return_lse=True, implementation=implementation)
         out, lse = jax.jit(attention)(q, kv, jnp.int32(LAYER), batch)
     return np.asarray(out, np.float32), np.asarray(lse)
-
-
-def error(got, expected, batch, dtype) -> float:
-    """The largest error of any row in units of its bound: epsilon x sqrt(length of its sums) x the output's scale.
-
-    A row's sums run over head_dim in the scores and over the positions it sees in the output.
-    """
-    positions = np.array([p for _, p in reference.query_positions(batch, len(got))])
-    bound = float(jnp.finfo(dtype).eps) * np.sqrt(positions + 1 + got.shape[-1]) * np.abs(expected).max()
-    return float((np.abs(got - expected).max(axis=(1, 2)) / bound).max())
 
 
 def all_cases():
@@ -259,13 +249,6 @@ def test_nothing_is_prepared_for_xla():
         assert same is batch
 
 
-def test_an_implementation_that_is_not_written_is_refused():
-    case = by_name["one_token"]
-    q, kv, batch = inputs(case, jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"mosaic_tpu.* is not written"):
-        paged_attention(q, kv, LAYER, batch, **case.options, implementation="mosaic_tpu")
-
-
 UNSUPPORTED = {
     "float32": (jnp.float32, {}, "bfloat16 or both float16, got float32"),
     "head_dim": (jnp.bfloat16, {"heads": (2, 1, 80)}, "head_dim must be 64, 128 or 256, got 80"),
@@ -329,15 +312,15 @@ def test_a_query_that_float16_cannot_hold_does_not_become_nan(implementation):
     ("platform", "capability", "expected"),
     [
         ("cpu", None, "xla"),
-        ("tpu", None, "xla"),
+        ("tpu", None, "mosaic_tpu"),
         ("gpu", "8.0", "xla"),
         ("gpu", "9.0", "mosaic_gpu"),
         ("gpu", "10.0", "xla"),
     ],
 )
-def test_the_hopper_kernels_are_preferred_on_hopper_only(platform, capability, expected, monkeypatch):
+def test_the_kernels_are_preferred_on_hopper_and_tpu_only(platform, capability, expected, monkeypatch):
     device = types.SimpleNamespace(platform=platform, compute_capability=capability)
-    monkeypatch.setattr(package.jax, "devices", lambda: [device])
+    monkeypatch.setattr(package, "target_device", lambda: device)
     assert package.preferred() == expected
 
 
