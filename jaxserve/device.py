@@ -4,7 +4,6 @@ All state is donated from program to program, so the device runs steps in the or
 cache. Where several processes are one engine, each has a `Device`, and all make the same calls.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,14 +18,14 @@ from jaxserve import compile_process
 from jaxserve.config import RunnerConfig
 from jaxserve.executables import compiled
 from jaxserve.layers.kv_cache import KVCache, init_kv_cache
-from jaxserve.layers.limits import MAX_STOP_IDS
-from jaxserve.layers.sampler import Sampled, init_sampling, init_sequences
+from jaxserve.layers.sampler import Sampled, SamplingState, SequenceState, init_sampling, init_sequences
 from jaxserve.layers.sparse.state import init_state
 from jaxserve.models.base import Model
 from jaxserve.multi_process import Leader, on_all_processes
 from jaxserve.programs import Compiler, Programs
-from jaxserve.sharding.mesh import on_ranks, put, replicated
+from jaxserve.sharding.mesh import EVERYWHERE, on_ranks, placed, put, replicated
 from jaxserve.sharding.rules import kv_specs
+from jaxserve.step_builder import Rows, State, StepBuilder
 from jaxserve.step_programs import (
     SampleShape,
     StepShape,
@@ -43,20 +42,6 @@ from jaxserve.step_programs import (
 STEPS = (forward_step, sample_step, score_step, update_tables, start_slots, start_edits, update_masks)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The key of a program that only a number of rows tells apart."""
-
-    count: int
-
-    def covers(self, other: "Rows") -> bool:
-        return self.count >= other.count
-
-    @property
-    def cost(self) -> int:
-        return self.count
-
-
 class Device:
     """The only owner of device state and the only caller of compiled programs."""
 
@@ -70,29 +55,26 @@ class Device:
         num_compile_threads: int = 1,
         leader: Leader | None = None,
     ):
-        self.model, self.params, self.leader, self._max_logprobs = model, params, leader, config.max_logprobs
+        self.model, self.params, self.leader = model, params, leader
         self._head = {name: leaf for name, leaf in params.items() if name != "layers"}
         if leader is not None:
             leader.hold(self)
-        self.kv = _empty_cache(model, config, kv_dtype)
-        self._everywhere = replicated(model.mesh)
-        self._sequences = put(init_sequences(config.max_num_seqs, config.max_pages), self._everywhere)
-        self._sampling = put(init_sampling(config.max_num_seqs, model.config.vocab_size), self._everywhere)
+        self.kv, everywhere = empty_cache(model, config, kv_dtype), replicated(model.mesh)
+        self._sequences, self._sampling = put(empty_slots(model, config), everywhere)
         self._passed: dict[int, Array] = {}  # where prefill rows stand between two groups of layers, [T, D], by step
         self._hidden_rows: Array | None = None  # of the last step, [R, D]
         self.compiler = Compiler(num_compile_threads, compile_process.compiler)
-        self._abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            (self.params, self._head, self.kv, self._sequences, self._sampling),
-        )
+        state = State(self.params, self.kv, self._sequences, self._sampling)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        self._build = build = StepBuilder(model, shapes, max_logprobs=config.max_logprobs)
         programs = functools.partial(Programs, compiler=self.compiler, compiled=compiled, announce=self._announce)
-        self.forward = programs("forward", self._build_forward)
-        self.sample = programs("sample", self._build_sample)
-        self.score = programs("score", self._build_score)
-        self.update_tables = programs("update_tables", self._build_update_tables)
-        self.start_slots = programs("start_slots", self._build_start_slots)
-        self.start_edits = programs("start_edits", self._build_start_edits)
-        self.update_masks = programs("update_masks", self._build_update_masks)
+        self.forward = programs("forward", build.forward)
+        self.sample = programs("sample", build.sample)
+        self.score = programs("score", build.score)
+        self.update_tables = programs("update_tables", build.update_tables)
+        self.start_slots = programs("start_slots", build.start_slots)
+        self.start_edits = programs("start_edits", build.start_edits)
+        self.update_masks = programs("update_masks", build.update_masks)
 
     # Calls of programs, which all processes run alike. Whoever calls has seen to it that the program is there
 
@@ -116,7 +98,7 @@ class Device:
         if below is not None:
             arguments += (self._passed.pop(below),)
         elif shape.starts_above:
-            arguments += (jnp.zeros_like(self._hidden(shape.prefill_tokens)),)
+            arguments += (jnp.zeros_like(self._build.hidden(shape.prefill_tokens)),)
         hidden, prefill_hidden, experts_read, self.kv, self._sequences = self.forward.exact(shape)(*arguments)
         passed = {**self._passed, step: prefill_hidden}
         self._passed, self._hidden_rows = {kept_step: passed[kept_step] for kept_step in kept}, hidden
@@ -166,44 +148,6 @@ class Device:
         """`function()`, which waits for these arrays. Raises EngineDeadError when another process has died."""
         return function() if self.leader is None else self.leader.read(arrays, function)
 
-    def _build_forward(self, shape: StepShape, compiled: Any) -> Callable:
-        params, _, kv, sequences, _ = self._abstract
-        arguments = (params, kv, sequences, int32(shape.num_ints))
-        if shape.starts_above:
-            arguments += (self._hidden(shape.prefill_tokens),)
-        return compiled(forward_step, self.model, *arguments, shape=shape)
-
-    def _build_sample(self, shape: SampleShape, compiled: Any) -> Callable:
-        _, head, _, sequences, sampling = self._abstract
-        arguments = (head, self._hidden(shape.rows), int32(shape.rows), sequences, sampling)
-        return compiled(sample_step, self.model, *arguments, features=shape.features)
-
-    def _build_score(self, rows: Rows, compiled: Any) -> Callable:
-        arguments = (self._abstract[1], self._hidden(rows.count), int32(rows.count))
-        return compiled(score_step, self.model, *arguments, num_logprobs=self._max_logprobs)
-
-    def _build_update_tables(self, rows: Rows, compiled: Any) -> Callable:
-        return compiled(update_tables, self._abstract[3], int32(rows.count, 3))
-
-    def _build_start_slots(self, rows: Rows, compiled: Any) -> Callable:
-        *_, sequences, sampling = self._abstract
-        floats = jax.ShapeDtypeStruct((rows.count, 6), jnp.float32)
-        return compiled(start_slots, sequences, sampling, int32(rows.count, 5 + MAX_STOP_IDS), floats)
-
-    def _build_start_edits(self, _: Rows, compiled: Any) -> Callable:
-        sampling = self._abstract[4]
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sampling.edits)
-        return compiled(start_edits, sampling, int32(), row)
-
-    def _build_update_masks(self, rows: Rows, compiled: Any) -> Callable:
-        sampling = self._abstract[4]
-        masks = jax.ShapeDtypeStruct((rows.count, sampling.edits.allowed.shape[1]), jnp.uint32)
-        return compiled(update_masks, sampling, int32(rows.count), masks)
-
-    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
-        shape, dtype = (rows, self.model.config.hidden_size), self._head["final_norm"].dtype
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._everywhere)
-
     @property
     def expert_bytes(self) -> int:
         """Of the weights of one expert of one layer; 0 for a dense model."""
@@ -239,7 +183,7 @@ class Device:
             step.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _empty_cache(model: Model, config: RunnerConfig, dtype: jnp.dtype) -> dict[str, KVCache]:
+def empty_cache(model: Model, config: RunnerConfig, dtype: jnp.dtype) -> dict[str, KVCache]:
     """Made where it stays: each rank has its share of the pages, and its heads of them."""
     num_pages = config.num_pages // config.kv_parallel_size
 
@@ -256,5 +200,15 @@ def _empty_cache(model: Model, config: RunnerConfig, dtype: jnp.dtype) -> dict[s
     return on_ranks(model.mesh, make, lambda: ((), kv_specs(jax.eval_shape(make))))()
 
 
-def int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def empty_slots(model: Model, config: RunnerConfig) -> tuple[SequenceState, SamplingState]:
+    return (
+        init_sequences(config.max_num_seqs, config.max_pages),
+        init_sampling(config.max_num_seqs, model.config.vocab_size),
+    )
+
+
+def state_shapes(model: Model, params: dict, config: RunnerConfig, kv_dtype: jnp.dtype) -> State:
+    """What a `Device` over parameters of these shapes would hold, as shapes."""
+    kv, slots = jax.eval_shape(lambda: (empty_cache(model, config, kv_dtype), empty_slots(model, config)))
+    everywhere = jax.tree.map(lambda _: EVERYWHERE, slots)
+    return State(params, placed(kv, kv_specs(kv), model.mesh), *placed(slots, everywhere, model.mesh))

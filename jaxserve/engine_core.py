@@ -18,6 +18,7 @@ from jaxserve.grammars import Grammars
 from jaxserve.input_processor import RequestLimits, eos_token_ids
 from jaxserve.metrics import EngineMetrics, StepRecord, StepRecorder
 from jaxserve.multi_process import Leader
+from jaxserve.program_set import cohorts_ahead
 from jaxserve.runner import Runner
 from jaxserve.scheduler import (
     LayeredPrefill,
@@ -353,9 +354,7 @@ def _warm_up_layered(prefill: LayeredPrefill, runner: Runner, *, block: bool) ->
                 tokens = shape.prefill_tokens
                 pairs = tokens**2 / 2 / max(shape.prefill_seqs, 1)
                 prefill.step_time.observe(StepWork(shape.decode_rows, 0, tokens, pairs, float(tokens > 0)), seconds)
-    sizes = {shape.prefill_tokens for shape in runner.shapes if shape.decode_rows == runner.config.max_num_seqs}
-    cohorts = [(size, spans) for size in sorted(sizes, reverse=True) if size for spans in prefill.spans_ahead(size)]
-    runner.compile_spans(cohorts, block=block)
+    runner.compile_spans(cohorts_ahead(prefill, runner.config), block=block)
 
 
 def make_device(

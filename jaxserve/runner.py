@@ -15,28 +15,34 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from jaxserve.config import RunnerConfig, prefill_seqs
+from jaxserve.config import RunnerConfig
 from jaxserve.core_types import CoreRequest
-from jaxserve.device import Device, Rows
+from jaxserve.device import Device
 from jaxserve.layers.limits import MAX_STOP_IDS
 from jaxserve.layers.sampler import Sampled, SamplingFeatures
+from jaxserve.program_set import (
+    MASKS_A_CALL,
+    SLOTS_A_CALL,
+    UPDATES_A_CALL,
+    Span,
+    beside_decodes,
+    covering,
+    default_programs,
+    default_shapes,
+    span_shapes,
+)
 from jaxserve.scheduler.plan import Cohort, StepPlan, StepResult
 from jaxserve.scheduler.request import Request
 from jaxserve.slots import EDITS, LOGPROBS, RANDOM, edit_row, feature_flags, fill_slot_row
+from jaxserve.step_builder import Rows
 from jaxserve.step_future import StepFuture
-from jaxserve.step_programs import (
-    SampleShape,
-    StepShape,
-)
+from jaxserve.step_programs import SampleShape, StepShape
 
 logger = logging.getLogger(__name__)
 
 # A program for CPU takes some 30 memory maps a layer, also for layers that only decode rows pass, and there are up to
 # three programs of a span; Linux gives a process 65,530
 MAX_LAYERS_OF_SPANS = 480
-SLOTS_A_CALL = 8
-UPDATES_A_CALL = (16, 128, 1024)
-MASKS_A_CALL = (8, 64)
 
 
 class Runner:
@@ -97,15 +103,12 @@ class Runner:
             num_seqs = len(plan.cohort.members)
             wanted = StepShape(decode_rows=num_decodes, prefill_tokens=plan.cohort.num_rows, prefill_seqs=num_seqs)
         if plan.span is None:
-            return self._covering(wanted)
+            return covering(self.shapes, wanted)
         rows = next(rows for rows in self.config.mixed_decode_rows if rows >= num_decodes)
         (shape,) = self._span_shapes(wanted.prefill_tokens, wanted.prefill_seqs, [plan.span])
         return dataclasses.replace(shape, decode_rows=rows)
 
-    def _covering(self, wanted: StepShape) -> StepShape:
-        return next(shape for shape in self.shapes if shape.covers(wanted))
-
-    def span_rows(self, num_tokens: int, num_seqs: int, spans: Sequence[tuple[int, int]]) -> int | None:
+    def span_rows(self, num_tokens: int, num_seqs: int, spans: Sequence[Span]) -> int | None:
         """The prefill rows of the programs that take so many prompt tokens through these spans.
 
         None, while they are not all ready for any number of decode rows: then they are on their way, unless there are
@@ -120,12 +123,8 @@ class Runner:
             return None
         return keys[0].prefill_tokens
 
-    def _span_shapes(self, num_tokens: int, num_seqs: int, spans: Sequence[tuple[int, int]]) -> list[StepShape]:
-        """Those that serve beside any number of decode rows."""
-        whole = self._covering(
-            StepShape(decode_rows=self.config.max_num_seqs, prefill_tokens=num_tokens, prefill_seqs=num_seqs)
-        )
-        return [dataclasses.replace(whole, span=span, completes=span[1] == self.num_layers) for span in spans]
+    def _span_shapes(self, num_tokens: int, num_seqs: int, spans: Sequence[Span]) -> list[StepShape]:
+        return span_shapes(self.shapes, num_tokens, num_seqs, spans, num_layers=self.num_layers)
 
     def _pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as `forward_step`'s flat array."""
@@ -233,20 +232,10 @@ class Runner:
         Greedy rows are served by programs that can also draw. Their own, which are faster, are compiled when the first
         such row comes; whoever blocks has them too.
         """
-        rows = sorted({shape.sample_rows for shape in self.shapes})
-        every = SamplingFeatures(random=True, edits=True, num_logprobs=self.config.max_logprobs)
-        kinds = (SamplingFeatures(random=True), every, *((SamplingFeatures(),) if block else ()))
-        samples = [SampleShape(rows=r, features=f) for f in kinds for r in rows]
         start = time.monotonic()
-        self._warm_up_jobs = [
-            *self.device.start_slots.request([Rows(SLOTS_A_CALL)]),
-            *self.device.update_tables.request(map(Rows, UPDATES_A_CALL)),
-            *self.device.forward.request(self.shapes),
-            *self.device.sample.request(samples),
-            *self.device.start_edits.request([Rows(1)]),
-            *self.device.update_masks.request(map(Rows, MASKS_A_CALL)),
-            *self.device.score.request([Rows(self.config.prefill_tokens[-1])]),  # stands in for the smaller ones
-        ]
+        tables = {table.name: table for table in self.device.tables}
+        wanted = default_programs(self.config, every=block)
+        self._warm_up_jobs = [job for name, keys in wanted.items() for job in tables[name].request(keys)]
 
         def finished(_: object) -> None:
             if all(job.done() for job in self._warm_up_jobs) and not self.device.forward.warm:
@@ -261,13 +250,12 @@ class Runner:
             for job in self._warm_up_jobs:
                 job.result()
 
-    def compile_spans(self, cohorts: Iterable[tuple[int, Sequence[tuple[int, int]]]], *, block: bool) -> None:
+    def compile_spans(self, cohorts: Iterable[tuple[int, Sequence[Span]]], *, block: bool) -> None:
         """Compiles what cohorts of so many tokens need for these spans, in the background unless `block`."""
         for num_tokens, spans in cohorts:
             self.span_rows(num_tokens, 1, spans)
         if block:
-            rows = self.config.mixed_decode_rows
-            keys = [dataclasses.replace(shape, decode_rows=b) for shape in self._spans for b in rows]
+            keys = beside_decodes(self._spans, self.config)
             for job in self.device.forward.request(keys):
                 job.result()
             for shape in keys:
@@ -330,19 +318,6 @@ class Runner:
         """Ends compiles and lets go of weights, cache and programs: another engine may need the memory."""
         self.device.close()
         self._frontiers = {}
-
-
-def default_shapes(config: RunnerConfig) -> list[StepShape]:
-    """Decode-only and mixed shapes that cover whatever a plan may hold, cheapest first."""
-    rows = [config.min_decode_rows]
-    while rows[-1] < config.max_num_seqs:
-        rows.append(2 * rows[-1])
-    shapes = [(b, 0) for b in rows] + [(b, t) for t in config.prefill_tokens[:-1] for b in config.mixed_decode_rows]
-    whole = config.prefill_tokens[-1]
-    for b in sorted({*config.mixed_decode_rows, *config.padded_decode_rows}):
-        shapes.append((b, whole - b if b in config.padded_decode_rows else whole))
-    found = [StepShape(decode_rows=b, prefill_tokens=t, prefill_seqs=prefill_seqs(t) if t else 0) for b, t in shapes]
-    return sorted(dict.fromkeys(found), key=lambda shape: shape.cost)
 
 
 def decode_slots(plan: StepPlan) -> np.ndarray:

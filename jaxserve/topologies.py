@@ -138,3 +138,13 @@ def find_topology(name: str) -> Topology:
     if name not in TOPOLOGIES:
         raise ParameterError("topology", name, f"one of {', '.join(TOPOLOGIES)}")
     return TOPOLOGIES[name]
+
+
+def check_devices(topology: Topology, kv_parallel_size: int, tensor_parallel_size: int) -> None:
+    """Raises ValueError where the topology has fewer devices than the product of the sizes."""
+    size = kv_parallel_size * tensor_parallel_size
+    if size > topology.num_devices:
+        raise ValueError(
+            f"kv_parallel_size {kv_parallel_size} x tensor_parallel_size {tensor_parallel_size} needs {size} devices, "
+            f"{topology.name} has {topology.num_devices}; lower one of them or take a larger topology"
+        )

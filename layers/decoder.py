@@ -20,6 +20,7 @@ from jaxserve.layers.dense import PlainNorm, dense_weights, layer_numbers, run_d
 from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.layers.sparse.hooks import LayerPolicies, SparseAttention
 from jaxserve.pallas_kernels.paged_attention import Implementation
+from jaxserve.pallas_kernels.target import layers_a_turn
 
 Params = Mapping[str, Any]
 Carry = tuple[Array, dict[str, KVCache], Array | None]  # rows [T, D], cache, i32 [] experts read (None: has none)
@@ -228,7 +229,7 @@ def _run_stacked(body: Callable[..., Any], layers: Any, kinds: Sequence[str], lo
     for i in range(lo, min(hi, first * period)):
         carry = one(i // period, i % period, carry)
     if first < last:
-        unroll = max(1, min(8 // period, last - first))
+        unroll = max(1, min(layers_a_turn() // period, last - first))
         carry = jax.lax.fori_loop(first, last, whole_period, carry, unroll=unroll)
     for i in range(last * period, hi):
         carry = one(i // period, i % period, carry)

@@ -10,6 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxserve.layers.sparse.hooks import SparseStep
+from jaxserve.pallas_kernels import kv_write
+from jaxserve.pallas_kernels.fallback import say_once
+from jaxserve.pallas_kernels.paged_attention import preferred
 from jaxserve.pallas_kernels.paged_attention.types import (
     AttentionBatch as AttentionBatch,
     KVCache as KVCache,
@@ -93,9 +96,12 @@ def write_kv(
     """The cache with each row of k and v at its page and offset of `layer`. In place when the cache was donated."""
     if scales := kv.layer_scales(layer):
         k, v = (quantize(x, scale) for x, scale in zip((k, v), scales, strict=True))
-    k, v = (x.reshape(x.shape[0], *kv.k.shape[3:]) for x in (k, v))
-    return dataclasses.replace(
-        kv,
-        k=kv.k.at[layer, page_ids, page_offsets].set(k.astype(kv.k.dtype)),
-        v=kv.v.at[layer, page_ids, page_offsets].set(v.astype(kv.v.dtype)),
-    )
+    k, v = (x.reshape(x.shape[0], *kv.k.shape[3:]).astype(kv.k.dtype) for x in (k, v))
+    if preferred() == "mosaic_tpu":
+        reason = kv_write.unsupported(kv)
+        if reason is None:
+            pages = kv_write.kv_write((k, v), (kv.k, kv.v), layer, page_ids, page_offsets)
+            return dataclasses.replace(kv, k=pages[0], v=pages[1])
+        say_once("the write of keys and values", reason)
+    at = (layer, page_ids, page_offsets)
+    return dataclasses.replace(kv, k=kv.k.at[at].set(k), v=kv.v.at[at].set(v))

@@ -1,10 +1,10 @@
 """Mixture of experts: each token passes the few experts that its router picks.
 
-On Hopper the kernels of `pallas_kernels/grouped_matmul` do it. How it works elsewhere: the (token, expert) pairs are
-sorted by expert, so that the rows of one expert lie together. A loop walks over blocks of these rows; its trip count is
-the number of blocks in use, so an expert without rows costs nothing and one with many rows takes several turns. A block
-that reaches past its expert's rows computes a few wrong ones; the blocks that own those rows come later and overwrite
-them.
+On Hopper GPUs and TPUs the kernels of `pallas_kernels/grouped_matmul` do it. How it works elsewhere: the (token,
+expert) pairs are sorted by expert, so that the rows of one expert lie together. A loop walks over blocks of these rows;
+its trip count is the number of blocks in use, so an expert without rows costs nothing and one with many rows takes
+several turns. A block that reaches past its expert's rows computes a few wrong ones; the blocks that own those rows
+come later and overwrite them.
 """
 
 from typing import Any
@@ -62,7 +62,8 @@ def moe(
     if layer is None:
         gate_up, down = jax.tree.map(lambda w: w[None], (gate_up, down))
         layer = 0
-    if _on_hopper(x, gate_up, down, act, implementation):
+    implementation = implementation or paged_attention.preferred()
+    if _by_kernels(x, gate_up, down, top_k, act, implementation):
         logits = linear(x, router, out_dtype=jnp.float32)
         y, num_picked = grouped_matmul.fused_moe(
             x,
@@ -75,6 +76,7 @@ def moe(
             act=act,
             real=real,
             first_expert=first_of_rank(gate_up.shape[1]),
+            implementation=implementation,
         )
         return all_reduce(y), num_picked
     weights, experts = route(x, router, top_k, normalize=normalize)
@@ -94,13 +96,13 @@ def moe(
     return all_reduce(grouped_matmul.combine(y, weights, axis=1).astype(x.dtype)), num_picked
 
 
-def _on_hopper(
-    x: Array, gate_up: Any, down: Any, act: Act, implementation: paged_attention.Implementation | None
+def _by_kernels(
+    x: Array, gate_up: Any, down: Any, top_k: int, act: Act, implementation: paged_attention.Implementation
 ) -> bool:
-    """Whether the kernels serve this call. Where they could and do not, the log says once why."""
-    if (implementation or paged_attention.preferred()) != "mosaic_gpu":
+    """Whether the implementation's kernels serve this call. Where it has some that do not, the log says once why."""
+    if implementation == "xla":
         return False
-    reason = grouped_matmul.unsupported(x, gate_up, down, act)
+    reason = grouped_matmul.unsupported(x, gate_up, down, top_k=top_k, act=act, implementation=implementation)
     if reason is not None:
         say_once("a mixture of experts", reason)
     return reason is None

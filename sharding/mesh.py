@@ -9,7 +9,7 @@ names (`jaxserve.sharding.collectives`) and no others.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,16 @@ FLAT = ("tp", "kv")  # both as one: heads are split over tp first, then within k
 EVERYWHERE = PartitionSpec()
 
 
-def make_mesh(kv_parallel_size: int, tensor_parallel_size: int) -> Mesh | None:
+def make_mesh(kv_parallel_size: int, tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh | None:
     """The first `kv_parallel_size * tensor_parallel_size` devices as a mesh; None for one device, which needs none.
+
+    Args:
+        devices: None = those that there are.
 
     Raises:
         ValueError: there are not as many devices, or those of several processes are more.
     """
-    size, devices = kv_parallel_size * tensor_parallel_size, jax.devices()
+    size, devices = kv_parallel_size * tensor_parallel_size, devices or jax.devices()
     if size > len(devices):
         raise ValueError(
             f"kv_parallel_size {kv_parallel_size} x tensor_parallel_size {tensor_parallel_size} needs {size} devices, "
@@ -60,6 +63,17 @@ def put(tree: Any, place: Sharding | None) -> Any:
     if place is None or place.is_fully_addressable:
         return jax.device_put(tree, place, may_alias=True)
     return jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index]), tree)
+
+
+def placed(shapes: Any, specs: Any, mesh: Mesh | None) -> Any:
+    """The shapes with their places on the mesh; without one, that is the default device."""
+    if mesh is None:
+        return shapes
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        shapes,
+        specs,
+    )
 
 
 def bytes_per_device(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) -> int:

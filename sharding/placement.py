@@ -23,10 +23,13 @@ class Placement:
     sharding: Sharding | None = None  # None = the default device
     order: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)  # dimension -> its rows, NONE = zeros
 
+    def shape(self, leaf: Any) -> tuple[int, ...]:
+        """That a leaf of this shape has on all its devices together, padding included."""
+        return tuple(len(self.order[i]) if i in self.order else size for i, size in enumerate(leaf.shape))
+
     def bytes_per_device(self, leaf: Any) -> int:
         """What a leaf of this shape and dtype takes on each device."""
-        shape = tuple(len(self.order[i]) if i in self.order else size for i, size in enumerate(leaf.shape))
-        return bytes_per_device(shape, leaf.dtype, self.sharding)
+        return bytes_per_device(self.shape(leaf), leaf.dtype, self.sharding)
 
     def put(self, leaf: Any) -> jax.Array:
         """The leaf on its devices; it may keep the memory of a numpy array."""

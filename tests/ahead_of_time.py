@@ -1,11 +1,12 @@
 """Compiles step programs for an accelerator that is not here and prints what became of them as JSON; run as a script.
 
-    python tests/ahead_of_time.py cpu | tpu | cuda
+    python tests/ahead_of_time.py cpu | tpu | tpu-experts | cuda
 
 The model is a small Llama in bfloat16, with its layers in the target's form and a KV cache that is larger than its
 weights. Nothing is allocated: arguments are shapes. A process of its own, since libtpu reads its environment once.
 The steps use the kernels for the target, an H200 or a v5e, which are also compiled one by one, for a v6e too. On cuda
-and tpu the steps are compiled for two devices too, with either kind of parallelism.
+and tpu the steps are compiled for two devices too, with either kind of parallelism. With tpu-experts the experts of a
+mixture are compiled, at more sizes and for all families of TPU, and decode steps of a small mixture.
 """
 
 import collections
@@ -69,6 +70,14 @@ LLAMA = {
     "vocab_size": 2048,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
+}
+MIXTURE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 8,
+    "moe_intermediate_size": 256,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
 }
 PAGE_SIZE, MAX_PAGES, NUM_SLOTS = 64, 64, 32
 # On cuda more than half of the card's memory: XLA counts what is donated twice, and once computed matmuls twice for it
@@ -141,6 +150,30 @@ COLLECTIVES = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-per
 EXPERTS = {"experts_1": 1, "experts_5": 5, "experts_64": 64, "experts_300": 300, "experts_8192": 8192}  # tokens
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """Of Qwen3-30B-A3B, if nothing else is said. One TPU can hold the experts of a few layers, or its rank's."""
+
+    num_tokens: int
+    num_layers: int = 8
+    num_here: int = 128
+    num_experts: int = 128
+    top_k: int = 8
+    D: int = 2048
+    F: int = 768
+
+
+RANK = {"num_here": 16, "num_layers": 48}  # of eight
+TPU_EXPERTS = {
+    "experts_64": ExpertsShape(num_tokens=64),
+    "experts_256_of_a_rank": ExpertsShape(num_tokens=256, **RANK),
+}
+MORE_TPU_EXPERTS = {f"experts_{n}": ExpertsShape(num_tokens=n) for n in (1, 256, 8192)}
+MORE_TPU_EXPERTS |= {f"experts_{n}_of_a_rank": ExpertsShape(num_tokens=n, **RANK) for n in (1, 64, 8192)}
+MIXTRAL = {"num_layers": 2, "num_here": 8, "num_experts": 8, "top_k": 2, "D": 4096, "F": 14336}
+MORE_TPU_EXPERTS |= {f"experts_{n}_in_blocks": ExpertsShape(num_tokens=n, **MIXTRAL) for n in (64, 4096)}
+
+
 def targets(platform: str) -> list[Any]:
     """Two devices of the accelerator, known from its description alone; the CPU is here."""
     if platform == "cpu":
@@ -152,7 +185,8 @@ def targets(platform: str) -> list[Any]:
 
 
 def tpus(family: str) -> list[Any]:
-    return topologies.get_topology_desc(platform="tpu", topology_name=f"{family}:2x2").devices
+    shape = "2x2x1" if family in ("v5p", "tpu7x") else "2x2"
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{family}:{shape}").devices
 
 
 def arguments(model, platform: str, place: SingleDeviceSharding):
@@ -232,9 +266,14 @@ def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: 
     return compile_for(attention, q, kv, struct((), jnp.int32), batch)
 
 
-def compile_on_tpu(shape: KernelShape, family: str) -> dict:
+def compile_on_tpu(shape: KernelShape | ExpertsShape, family: str) -> dict:
     struct = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(tpus(family)[0]))
-    return {"temp_bytes": compile_attention(shape, struct, "tpu").memory_analysis().temp_size_in_bytes}
+    if isinstance(shape, ExpertsShape):
+        compiled = compile_experts(shape, struct)
+    else:
+        compiled = compile_attention(shape, struct, "tpu")
+    calls = re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text() or "")
+    return {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "calls": len(calls)}
 
 
 def compile_dense_layer(num_rows: int, struct: Callable[..., Any]) -> Any:
@@ -250,15 +289,15 @@ def compile_dense_layer(num_rows: int, struct: Callable[..., Any]) -> Any:
     return compile_for(run, *rows, weights, layer, progress, donate_argnums=4)
 
 
-def compile_experts(num_tokens: int, struct: Callable[..., Any]) -> Any:
-    """A layer of Qwen3-30B-A3B's shape."""
-    L, E, D, F = 48, 128, 2048, 768
-    shapes = {"x": (num_tokens, D), "router": (E, D), "gate_up": (L, E, 2 * F, D), "down": (L, E, D, F)}
+def compile_experts(shape: ExpertsShape, struct: Callable[..., Any]) -> Any:
+    L, E, D, F = shape.num_layers, shape.num_here, shape.D, shape.F
+    x, router = (shape.num_tokens, D), (shape.num_experts, D)
+    shapes = {"x": x, "router": router, "gate_up": (L, E, 2 * F, D), "down": (L, E, D, F)}
     args = {name: struct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    args["real"] = struct((num_tokens,), jnp.bool_)
+    args["real"] = struct(x[:1], jnp.bool_)
 
     def layer(args: dict[str, Any], layer: Any) -> Any:
-        return moe(**args, layer=layer, top_k=8, normalize=True, act="silu")[0]
+        return moe(**args, layer=layer, top_k=shape.top_k, normalize=True, act="silu")[0]
 
     return compile_for(layer, args, struct((), jnp.int32))
 
@@ -310,7 +349,29 @@ def compile_step(model, shape: StepShape, platform: str, place: Sharding, args) 
     return found
 
 
+def experts_on_tpus() -> dict:
+    kernels = {
+        f"{family}_{name}": compile_on_tpu(shape, family)
+        for family in ("v5e", "v5p", "v6e", "tpu7x")
+        for name, shape in MORE_TPU_EXPERTS.items()
+        if family in ("v5e", "v6e") or name in ("experts_8192", "experts_64_in_blocks")
+    }
+    model, devices = get_model(MIXTURE), targets("tpu")
+    place = SingleDeviceSharding(devices[0])
+    args = arguments(model, "tpu", place)
+    programs = {"one": compile_step(model, SHAPES["decode"], "tpu", place, args)}
+    for name, sizes in MESHES.items():
+        mesh = Mesh(np.array(devices[:2]).reshape(sizes), AXES)
+        rank_model = model.on(mesh)
+        split = on_mesh(rank_model, args, mesh)
+        programs[name] = compile_step(rank_model, SHAPES["decode"], "tpu", replicated(mesh), split)
+    return {"kernels": kernels, "programs": programs, "weights_bytes": num_bytes(args[0])}
+
+
 def main(platform: str) -> None:
+    if platform == "tpu-experts":
+        print(json.dumps(experts_on_tpus()))
+        return
     model = get_model(LLAMA)
     devices = targets(platform)
     place = SingleDeviceSharding(devices[0])
@@ -320,7 +381,7 @@ def main(platform: str) -> None:
         result["kernels"] = {
             f"{family}_{name}": compile_on_tpu(shape, family)
             for family in ("v5e", "v6e")
-            for name, shape in TPU_KERNELS.items()
+            for name, shape in (TPU_KERNELS | TPU_EXPERTS).items()
         }
     if platform == "cuda":
         struct = functools.partial(jax.ShapeDtypeStruct, sharding=place)
@@ -328,7 +389,9 @@ def main(platform: str) -> None:
             name: functools.partial(compile_attention, shape, struct, "cuda") for name, shape in KERNELS.items()
         }
         compiles |= {f"dense_layer_{n}": functools.partial(compile_dense_layer, n, struct) for n in (8, 16)}
-        compiles |= {name: functools.partial(compile_experts, tokens, struct) for name, tokens in EXPERTS.items()}
+        for name, num_tokens in EXPERTS.items():
+            shape = ExpertsShape(num_tokens=num_tokens, num_layers=48)
+            compiles[name] = functools.partial(compile_experts, shape, struct)
         result["kernels"] = {name: kernels_of(compile_it) for name, compile_it in compiles.items()}
     result["programs"] = {name: compile_step(model, shape, platform, place, args) for name, shape in SHAPES.items()}
     for name, sizes in MESHES.items() if platform != "cpu" else ():

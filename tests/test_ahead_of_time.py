@@ -22,7 +22,8 @@ COMPILERS = Path(sys.prefix) / "ahead-of-time"  # scripts/check installs them th
 @functools.cache
 def compiled_for(platform: str) -> dict:
     command = [sys.executable, str(PROGRAM), platform]
-    environment = {**os.environ, "PYTHONPATH": str(COMPILERS)}
+    paths = [str(COMPILERS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -66,12 +67,38 @@ def test_steps_of_two_devices_copy_neither_the_weights_nor_the_cache(platform):
 
 
 @needs("libtpu")
-def test_attention_kernels_for_tpus_fit_their_memory_and_copy_no_page():
-    """A compile that needs too much vector memory fails. Keys are 512 MiB a layer, and so are values."""
+def test_kernels_for_tpus_fit_their_memory_and_copy_neither_pages_nor_weights():
+    """A compile that needs too much vector memory fails. Keys are 512 MiB a layer, as values; experts 150 or 1,200."""
     kernels = compiled_for("tpu")["kernels"]
     assert {name.partition("_")[0] for name in kernels} == {"v5e", "v6e"}
+    assert sum("experts" in name for name in kernels) == 4
     for name, kernel in kernels.items():
         assert kernel["temp_bytes"] < 4 << 20, name
+        assert kernel["calls"] == (2 if "experts" in name else 1), name
+
+
+@pytest.mark.full
+@needs("libtpu")
+def test_experts_on_tpus_are_read_where_they_lie():
+    experts = compiled_for("tpu-experts")["kernels"]
+    assert {name.partition("_")[0] for name in experts} == {"v5e", "v5p", "v6e", "tpu7x"}
+    for name, kernel in experts.items():
+        many = int(name.split("_")[2]) > 256  # tokens: then their rows are what memory there is
+        assert kernel["calls"] == 2, name
+        assert kernel["temp_bytes"] < (128 * 3 * 2048 * 768 * 2 / 2 if many else 32 << 20), (
+            name
+        )  # half a layer's weights
+
+
+@pytest.mark.full
+@needs("libtpu")
+def test_steps_of_a_mixture_on_tpus_use_the_kernels():
+    """Attention, the experts and their sum, in each of eight layers."""
+    found = compiled_for("tpu-experts")
+    assert set(found["programs"]) == {"one", "tp", "kv"}
+    for name, program in found["programs"].items():
+        assert program["kernels"] == 3 * 8, name
+        assert program["temp_bytes"] < found["weights_bytes"] / 6, name  # a layer's experts would be a tenth more
 
 
 @needs("libtpu")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import batch, bench, chat, convert, evaluate, generate, info, plan, serve
+from jaxserve.cli import batch, bench, chat, compile, convert, evaluate, generate, info, plan, serve
 from jaxserve.cli.options import require_command
 from jaxserve.exceptions import EngineDeadError, JaxserveError
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut the names of options at 80 columns
 )
 for command in (
-    generate.generate, chat.chat, serve.serve, batch.batch, convert.convert, info.info, plan.plan,
+    generate.generate, chat.chat, serve.serve, batch.batch, convert.convert, info.info, plan.plan, compile.compile,
 ):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate.evaluate)
@@ -61,7 +61,8 @@ def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code.
 
     0: done; 1: the engine died, or nobody reads our output; 2: the caller's mistake; 3: `batch` has failed rows,
-    `plan` found nothing that fits; 130: Ctrl-C.
+    `plan` or `compile` found
+    that nothing fits; 130: Ctrl-C.
 
     Raises:
         Exception: whatever is neither; it is a defect of ours, and its traceback should be seen.

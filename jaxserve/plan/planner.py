@@ -8,7 +8,7 @@ from jaxserve.exceptions import ParameterError
 from jaxserve.models import Model, get_model
 from jaxserve.plan.advice import notes, ways_out
 from jaxserve.plan.splits import Question, SplitPlan, splits_of
-from jaxserve.topologies import Topology, find_topology
+from jaxserve.topologies import Topology, check_devices, find_topology
 from jaxserve.weights.loader import open_checkpoint
 
 OPTIONS = ("kv_cache_dtype", "device_memory_utilization", "kv_parallel_size", "tensor_parallel_size")
@@ -71,7 +71,7 @@ def plan(
     EngineConfig.of(model, **options)  # refuses what the engine would
     found = get_model(open_checkpoint(model, load_format="dummy").config)
     _check_sizes(found, context)
-    _check_devices(place, options.get("kv_parallel_size") or 1, options.get("tensor_parallel_size") or 1)
+    check_devices(place, options.get("kv_parallel_size") or 1, options.get("tensor_parallel_size") or 1)
     question = Question(
         model=found,
         name=model,
@@ -107,11 +107,3 @@ def _check_sizes(model: Model, context: int) -> None:
         size, limit = getattr(config, name), MAX_HEAD_DIM if name == "head_dim" else MAX_SIZE
         if size > limit:
             raise ValueError(f"{name} must be at most {limit} to be planned, got {size}")
-
-
-def _check_devices(topology: Topology, kv: int, tp: int) -> None:
-    if kv * tp > topology.num_devices:
-        raise ValueError(
-            f"kv_parallel_size {kv} x tensor_parallel_size {tp} needs {kv * tp} devices, {topology.name} has "
-            f"{topology.num_devices}; lower one of them or take a larger topology"
-        )

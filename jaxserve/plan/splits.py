@@ -8,7 +8,7 @@ from jaxserve.config import DeviceMemory, EngineConfig
 from jaxserve.models import Model
 from jaxserve.plan.memory import Memory, memory_of
 from jaxserve.plan.roofline import MEASURED, Rank, Rates, StepTime, decode_step, prefill_s
-from jaxserve.runner import default_shapes
+from jaxserve.program_set import default_shapes
 from jaxserve.topologies import Topology
 
 DEFAULT_MAX_NUM_SEQS = 256  # of the engine on accelerators; a plan raises it where the batch is larger

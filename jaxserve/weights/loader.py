@@ -5,12 +5,15 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.exceptions import WeightsError
+from jaxserve.layers.decoder import stack_layers
 from jaxserve.models import Model, get_model
+from jaxserve.sharding.mesh import placed
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import collect, hub
 from jaxserve.weights.checkpoint import Checkpoint, LeafPath, leaves_of, num_bytes, read_json
@@ -93,6 +96,23 @@ def load(
         generation_config=checkpoint.generation_config,
         name=checkpoint.name,
     )
+
+
+def abstract_params(
+    model: Model, dtype: DTypeLike, mesh: Mesh | None, *, quantization: str | None = None, stacked: bool = False
+) -> dict[str, Any]:
+    """The shapes and places of what `load` gives for these options, padding included."""
+    places, abstract = leaves_of(model.placements(mesh)), leaves_of(model.abstract_params(dtype))
+
+    def make() -> dict[str, Any]:
+        leaves = ((path, jnp.zeros(places[path].shape(leaf), leaf.dtype)) for path, leaf in abstract.items())
+        if quantization is not None:
+            leaves = quantized(leaves, quantization, tied=model.config.tie_word_embeddings)
+        params = collect.as_tuple(leaves, model.config.num_layers)
+        return {**params, "layers": stack_layers(params["layers"], model.layer_kinds)} if stacked else params
+
+    params = jax.eval_shape(make)
+    return placed(params, model.on(mesh).param_specs(params), mesh)
 
 
 def param_bytes_per_device(model: Model, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None) -> dict[LeafPath, int]:

@@ -5,9 +5,9 @@ from typing import Any
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import unsupported as unsupported
+from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.grouped_matmul.work import combine as combine
+from jaxserve.pallas_kernels.paged_attention import Implementation, preferred
 
 
 def fused_moe(
@@ -22,6 +22,7 @@ def fused_moe(
     real: Bool[Array, " T"] | None = None,
     first_expert: int | Int[Array, ""] = 0,
     act: str = "silu",
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """`sum over the token's experts e of p_e * down_e (silu(gate_e x) * (up_e x))`, summed in float32 by choice.
 
@@ -36,11 +37,27 @@ def fused_moe(
         layer: which of the L layers.
         first_expert: which one is the first of gate_up and down.
         real: tokens that pick experts; None = all. Others come out as zeros, as does one whose logits are no numbers.
+        implementation: whose kernels; None = those for the device that programs are made for.
     Raises:
-        NotImplementedError: the Hopper kernels cannot do this; the message says why.
+        NotImplementedError: the kernels cannot do this; the message says why.
     """
-    if reason := unsupported(x, gate_up, down, act):
+    implementation = implementation or preferred()
+    if reason := unsupported(x, gate_up, down, top_k=top_k, act=act, implementation=implementation):
         raise NotImplementedError(f"fused_moe: {reason}")
-    return mosaic_gpu.fused_moe(
+    kernels = mosaic_gpu if implementation == "mosaic_gpu" else mosaic_tpu
+    return kernels.fused_moe(
         x, logits, gate_up, down, layer, top_k=top_k, normalize=normalize, real=real, first_expert=first_expert
     )
+
+
+def unsupported(
+    x: Array, gate_up: Any, down: Any, *, top_k: int, act: str, implementation: Implementation
+) -> str | None:
+    """Why the implementation's kernels cannot serve this call; None if they can."""
+    match implementation:
+        case "mosaic_gpu":
+            return mosaic_gpu.unsupported(x, gate_up, down, act)
+        case "mosaic_tpu":
+            return mosaic_tpu.unsupported(x, gate_up, down, act, top_k)
+        case _:
+            return f"there are kernels for Hopper GPUs and TPUs only, not for {implementation!r}"

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -12,7 +11,7 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul import grouped_mat
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul_cta import Tiling
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import permute
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_route import route_and_permute
-from jaxserve.pallas_kernels.grouped_matmul.work import Picks, combine, max_rows, picks_of, plan
+from jaxserve.pallas_kernels.grouped_matmul.work import Picks, choices, combine, max_rows, picks_of, plan
 from jaxserve.pallas_kernels.paged_attention.hopper import ROWS, SHARED_MEMORY_BYTES
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import num_multiprocessors
 
@@ -76,7 +75,7 @@ def by_kernel(num_experts: int, top_k: int) -> bool:
 
 def route(logits: Array, real: Array, top_k: int, normalize: bool) -> tuple[Picks, Array]:
     """The picks of the `top_k` largest logits of each real token, and their weights, `[top_k, T]`, in plain XLA."""
-    weights, experts = _choices(logits, top_k, normalize)
+    weights, experts = choices(logits, top_k, normalize)
     return picks_of(experts, logits.shape[1], real), jnp.where(real[None], weights.T, 0.0)
 
 
@@ -88,19 +87,13 @@ def route_some(
     A pick of another expert has no weight and repeats one that counts: a token's row is copied once more to a place
     where it lies already. A token that picks none of these experts is as one that is not real.
     """
-    weights, experts = _choices(logits, top_k, normalize)
+    weights, experts = choices(logits, top_k, normalize)
     local = experts - first
     here = (local >= 0) & (local < size) & real[:, None]
     one_here = jnp.take_along_axis(local, jnp.argmax(here, axis=1, keepdims=True), axis=1)
     some = jnp.any(here, axis=1)
     picks = picks_of(jnp.where(here, local, jnp.where(some[:, None], one_here, 0)), size, some)
     return picks, jnp.where(here, weights, 0.0).T
-
-
-def _choices(logits: Array, top_k: int, normalize: bool) -> tuple[Array, Array]:
-    """Weights and ids of the experts of each token, `[T, top_k]`."""
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
-    return (weights / jnp.sum(weights, axis=-1, keepdims=True) if normalize else weights), experts
 
 
 def tilings(num_tokens: int, top_k: int, num_experts: int, D: int, F: int) -> tuple[Tiling, Tiling]:

@@ -50,13 +50,13 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return visited + (num_pairs - visited) // tile_rows
 
 
-def plan(picks: Picks, num_pairs: int, tile_rows: int) -> tuple[Work, Array]:
+def plan(picks: Picks, num_pairs: int, tile_rows: int, unit: int = UNIT) -> tuple[Work, Array]:
     """The tiles, of up to `tile_rows` rows, and the row of the first token of each block that picks an expert.
 
-    The latter is i32 `[blocks, E]`: a pick's row is its rank more.
+    The latter is i32 `[blocks, E]`: a pick's row is its rank more. An expert's first row is a multiple of `unit`.
     """
     (num_blocks, E), counts = picks.counts.shape, jnp.sum(picks.counts, axis=0, dtype=jnp.int32)
-    units, tiles = -(-counts // UNIT), -(-counts // tile_rows)
+    units, tiles = -(-counts // unit), -(-counts // tile_rows)
     # Sums of the few before each one: a kernel, where a cumulative sum takes several
     up_to, blocks_before = jnp.tri(E, dtype=bool), jnp.tri(num_blocks, k=-1, dtype=bool)
     unit_ends, tile_ends = (jnp.sum(jnp.where(up_to, x[None], 0), axis=1, dtype=jnp.int32) for x in (units, tiles))
@@ -67,24 +67,30 @@ def plan(picks: Picks, num_pairs: int, tile_rows: int) -> tuple[Work, Array]:
     before = tile_rows * (tile - (tile_ends - tiles)[of_tile])  # rows of the same expert in earlier tiles
     work = Work(
         expert=of_tile,
-        row=(unit_ends - units)[of_tile] + lax.div(before, UNIT),
+        row=(unit_ends - units)[of_tile] + lax.div(before, unit),
         num_rows=jnp.minimum(counts[of_tile] - before, tile_rows),
         num_tiles=tile_ends[-1:],
         num_experts=jnp.sum(counts > 0, dtype=jnp.int32),
     )
-    return work, UNIT * (unit_ends - units)[None] + earlier
+    return work, unit * (unit_ends - units)[None] + earlier
+
+
+def choices(logits: Array, top_k: int, normalize: bool) -> tuple[Array, Array]:
+    """Weights and ids of the experts of each token, `[T, top_k]`."""
+    weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
+    return (weights / jnp.sum(weights, axis=-1, keepdims=True) if normalize else weights), experts
 
 
 def picks_of(experts: Array, num_experts: int, real: Array | None = None) -> Picks:
-    """The picks of `[T, top_k]` experts, no one twice by a token, as one block; `real` as in `fused_moe`."""
-    ids = jnp.arange(num_experts, dtype=jnp.int32)
-    picked = jnp.any(experts[:, :, None] == ids[None, None], axis=1)  # [T, E]
+    """The picks of `[T, top_k]` experts, no one twice by a token, as one block; `real` as in `fused_moe`.
+
+    An expert that there is not is picked by no one.
+    """
+    picked = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]  # [T, top_k, E]
     if real is not None:
-        picked &= real[:, None]
-    so_far = jnp.cumsum(picked, axis=0, dtype=jnp.int32)
-    rank = jnp.take_along_axis(so_far, experts, axis=1) - 1
-    if real is not None:
-        rank = jnp.where(real[:, None], rank, -1)
+        picked &= real[:, None, None]
+    so_far = jnp.cumsum(jnp.any(picked, axis=1), axis=0, dtype=jnp.int32)
+    rank = jnp.sum(jnp.where(picked, so_far[:, None], 0), axis=2, dtype=jnp.int32) - 1
     return Picks(expert=experts.T, rank=rank.T, counts=so_far[-1:])
 
 

@@ -20,24 +20,38 @@ PAGE_TABLE_ENTRIES = 128 * 1024  # half of the scalar memory of a TPU
 def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
     """Why the kernel cannot serve this call; None if it can."""
     H, (_, _, page_size, position_rows, lanes) = q.shape[2], kv.k.shape
-    if q.dtype != jnp.bfloat16 or kv.k.dtype not in (jnp.bfloat16, FP8):
-        return f"queries must be bfloat16 and the cache bfloat16 or float8_e4m3fn, got {q.dtype} and {kv.k.dtype}"
+    if q.dtype != jnp.bfloat16:
+        return f"queries must be bfloat16, got {q.dtype}"
     if H not in (64, 128, 256):
         return f"head_dim must be 64, 128 or 256, got {H}"
-    if lanes != LANES or position_rows * lanes % H:
-        return f"the cache must have rows of {LANES} numbers, as on a TPU, got {position_rows} of {lanes} a position"
-    # Else tiles of memory pad the rows of a position, and the kernel, which reads the cache as a matrix of rows, would
-    # be given a copy of it. Found by compiling for v5e and v6e.
-    whole = (1, 4) if kv.k.dtype == FP8 else (1, 2, 4)
-    if position_rows not in whole and position_rows % 8:
-        numbers = ", ".join(map(str, whole))
-        return f"the KV heads of a position must fill {numbers} or a multiple of 8 rows of {LANES}, got {position_rows}"
+    if reason := unsupported_rows(kv):
+        return reason
+    if position_rows * lanes % H:
+        return f"heads of {H} must fill the {position_rows} rows of {lanes} of a position"
     if (rows := page_size * position_rows) % (tile := 32 // kv.k.dtype.itemsize):
         return f"a page must have a multiple of {tile} rows of {LANES} numbers, got {rows}"
     if batch.own_lens is not None:
         return "rows must see all tokens of the pages in their tables: they hold one rank's pages"
     if (entries := math.prod(batch.page_table.shape)) > PAGE_TABLE_ENTRIES:
         return f"the page table may have {PAGE_TABLE_ENTRIES} entries, got {entries}"
+    return None
+
+
+def unsupported_rows(kv: KVCache) -> str | None:
+    """Why kernels cannot move the positions of this cache as they lie; None if they can.
+
+    Tiles of memory would pad the rows of other positions, and XLA would give a kernel, which takes the cache as a
+    matrix of rows, a copy of it. Found by compiling for v5e, v5p, v6e and 7x.
+    """
+    position_rows, lanes = kv.k.shape[3:]
+    if kv.k.dtype not in (jnp.bfloat16, FP8):
+        return f"the cache must be bfloat16 or float8_e4m3fn, got {kv.k.dtype}"
+    if lanes != LANES:
+        return f"the cache must have rows of {LANES} numbers, as on a TPU, got {lanes}"
+    whole = (1, 4) if kv.k.dtype == FP8 else (1, 2, 4)
+    if position_rows not in whole and position_rows % 8:
+        numbers = ", ".join(map(str, whole))
+        return f"the KV heads of a position must fill {numbers} or a multiple of 8 rows of {LANES}, got {position_rows}"
     return None
 
 
@@ -71,7 +85,8 @@ def paged_attention(
     sizes = tpu_work.tiling(kv, num_rows, N, H, batch)
     work = batch.work or tpu_work.plan(batch, num_rows, sliding_window, sizes)
     scales = kv.layer_scales(layer)
-    factor = scale if scales is None else scale * _of_query_heads(scales[0], N)
+    factor = scale * (kernel.LOG2_E if soft_cap is None else 1 / soft_cap)  # of what the softmax, or tanh, is taken
+    factor = factor if scales is None else factor * _of_query_heads(scales[0], N)
     queries = _beside(q.astype(jnp.float32) * factor, kv).astype(q.dtype)
     out, lse = kernel.attend(
         _tiles(queries, work, sizes),

@@ -1,11 +1,18 @@
 """The TPU kernel of paged attention, for decode and for chunks of prompts.
 
-The grid walks over the tiles of `tpu_work`, one after the other. A tile walks over the blocks of pages that it can see,
-with an online softmax (arXiv 2205.14135). While the matrix unit works on a block, the next one comes, be it the first
-of the next tile: there are two buffers, which blocks use in turn. Only pages that hold a visible position are read.
+Each core walks over its tiles of `tpu_work`, one after the other. A tile walks over the blocks of pages that it can
+see, with an online softmax (arXiv 2205.14135) to the base 2. While the matrix unit works on a block, the next one
+comes, be it the first of the next tile: there are two buffers, which blocks use in turn. Only pages that hold a visible
+position are read.
+
+What takes time besides the matmuls is vector work on the scores, so that there is little of it: a row's maximum is kept
+in all lanes and its sum apart in each, which spares exchanges between lanes, and blocks that all rows see whole are not
+masked. Several heads are worked on in one turn of a loop: the matmuls of one fill the waits of another.
 """
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +24,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxserve.pallas_kernels.paged_attention.tpu_work import Tiling, Work
 
 NOTHING = -1e30  # score of what a row must not see; finite, so that exp(NOTHING - NOTHING) is not NaN
-LANES = 128  # of a register: a number a row is kept in all of them
+LOG2_E = math.log2(math.e)
+LANES = 128  # of a register
+WHOLE, MASKED = 8, 2  # passes in one turn of a loop at most, over blocks without and with a mask: a long compile
 
 
 class Scalars(NamedTuple):
@@ -58,7 +67,7 @@ def attend(
     _, passes, rows, head_lanes = q.shape
     lanes = pages[0].shape[-1]
     block_rows = sizes.block * sizes.position_rows
-    of_block = lambda t, *scalars: (Scalars(*scalars).blocks[t], 0, 0, 0)  # noqa: E731
+    of_block = lambda core, t, *scalars: (Scalars(*scalars).blocks[t * sizes.cores + core], 0, 0, 0)  # noqa: E731
     tile = pl.BlockSpec((1, passes, rows, head_lanes), of_block)
     wide = [pltpu.VMEM((block_rows, lanes), jnp.float32)] * (0 if sizes.together else 2)
     kernel = functools.partial(
@@ -68,10 +77,10 @@ def attend(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(Scalars._fields),
-            grid=work.sequences.shape,
+            grid=(sizes.cores, work.sequences.shape[0] // sizes.cores),
             in_specs=[
                 tile,
-                pl.BlockSpec(work.distances.shape, lambda t, *_: (0, 0)),
+                pl.BlockSpec(work.distances.shape, lambda core, t, *_: (0, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
@@ -91,7 +100,9 @@ def attend(
             jax.ShapeDtypeStruct(q.shape, out_dtype),
             jax.ShapeDtypeStruct((*q.shape[:2], 1, rows), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_bytes
+        ),
         interpret=interpret,
         name="paged_attention",
     )
@@ -118,22 +129,23 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
     wide = refs[13:]  # float32 [block * position_rows, lanes] for keys and for values, with several passes
     blocks = Blocks((k_pages, v_pages), (k_buffers, v_buffers), arrived)
     move = functools.partial(_move, scalars=scalars, blocks=blocks, sizes=sizes, max_pages=max_pages)
-    tile, num_tiles = pl.program_id(0), scalars.num_tiles[0]
+    core, num_tiles = pl.program_id(0), scalars.num_tiles[0]
+    tile = pl.program_id(1) * sizes.cores + core
     num_blocks = pl.cdiv(_num_pages(tile, scalars, sizes), sizes.pages)
 
-    @pl.when(tile == 0)
+    @pl.when(pl.program_id(1) == 0)
     def _():
         turns[0] = 0
 
-        @pl.when(num_tiles > 0)
+        @pl.when(tile < num_tiles)
         def _():
-            move(0, 0, 0, start)
+            move(tile, 0, 0, start)
 
     def block(i: Array, _: None) -> None:
         buffer = jax.lax.rem(turns[0], 2)
         turns[0] += 1
         done = i + 1 == num_blocks
-        next_tile, next_block = jnp.where(done, tile + 1, tile), jnp.where(done, 0, i + 1)
+        next_tile, next_block = jnp.where(done, tile + sizes.cores, tile), jnp.where(done, 0, i + 1)
 
         @pl.when(next_tile < num_tiles)
         def _():
@@ -141,22 +153,36 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
 
         move(tile, i, buffer, wait)
         first = (scalars.first_pages[tile] + i * sizes.pages) * sizes.page_size
-        _clear_after(v_buffers.at[buffer], (scalars.ends[tile] - first) * sizes.position_rows)
+        _clear_after(v_buffers.at[buffer], (scalars.ends[tile] - first) * sizes.position_rows, sizes)
         for source, copy in zip((k_buffers, v_buffers), wide, strict=False):
             copy[...] = source[buffer].astype(jnp.float32)
         nearest = first - scalars.positions[tile]
-        visible = distances[...] >= nearest
-        if sliding_window is not None:
-            visible &= distances[...] < nearest + sliding_window
 
-        def attend_pass(n: Array, _: None) -> None:
-            k, v = (
-                _rows_of(n, buffers.at[buffer], copy, sizes).astype(q.dtype)
-                for buffers, copy in zip((k_buffers, v_buffers), wide or (None, None), strict=True)
-            )
-            _add(q[0, n], k, v, visible, acc.at[n], top.at[n], total.at[n], soft_cap)
+        def visible() -> Array:
+            seen = distances[...] >= nearest
+            return seen if sliding_window is None else seen & (distances[...] < nearest + sliding_window)
 
-        jax.lax.fori_loop(0, sizes.passes, attend_pass, None)
+        def attend_all(mask: Callable[[], Array] | None, most: int) -> None:
+            together = math.gcd(sizes.passes, most)
+
+            def attend_passes(i: Array, _: None) -> None:
+                for n in (i * together + j for j in range(together)):
+                    k, v = (
+                        _rows_of(n, buffers.at[buffer], copy, sizes).astype(q.dtype)
+                        for buffers, copy in zip((k_buffers, v_buffers), wide or (None, None), strict=True)
+                    )
+                    _add(q[0, n], k, v, mask, acc.at[n], top.at[n], total.at[n], soft_cap)
+
+            jax.lax.fori_loop(0, sizes.passes // together, attend_passes, None)
+
+        if sizes.together:
+            attend_all(visible, 1)
+        else:  # most blocks of a long prompt are seen whole by all rows
+            whole = nearest + sizes.block <= 1
+            if sliding_window is not None:
+                whole &= nearest + sliding_window >= sizes.tokens
+            pl.when(whole)(lambda: attend_all(None, WHOLE))
+            pl.when(jnp.logical_not(whole))(lambda: attend_all(visible, MASKED))
 
     @pl.when(tile < num_tiles)
     def _():
@@ -167,9 +193,9 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
 
         def write(n: Array, _: None) -> None:
             empty = top[n] == NOTHING
-            whole = jnp.where(empty, 1.0, total[n])
+            whole = jnp.where(empty, 1.0, jnp.sum(total[n], axis=1, keepdims=True))
             out[0, n] = jnp.where(empty[:, :1], 0.0, acc[n] / whole[:, :1]).astype(out.dtype)
-            lse[0, n] = jnp.where(empty, -jnp.inf, top[n] + jnp.log(whole)).T[:1]
+            lse[0, n] = jnp.where(empty, -jnp.inf, top[n] / LOG2_E + jnp.log(whole)).T[:1]
 
         jax.lax.fori_loop(0, sizes.passes, write, None)
 
@@ -205,13 +231,16 @@ def wait(copy: Any) -> None:
     copy.wait()
 
 
-def _clear_after(rows: Any, num_rows: Any) -> None:
+def _clear_after(rows: Any, num_rows: Any, sizes: Tiling) -> None:
     """Zeros in values after the last visible position: they may be anything, NaN too, and 0 * NaN is NaN."""
+    page_rows = sizes.page_size * sizes.position_rows
 
-    @pl.when(num_rows < rows.shape[0])
-    def _():
-        row = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-        rows[...] = jnp.where(row < num_rows, rows[...].astype(jnp.float32), 0.0).astype(rows.dtype)
+    def page(i: Any, _: None) -> None:
+        part = rows.at[pl.ds(i * page_rows, page_rows)]
+        row = i * page_rows + jax.lax.broadcasted_iota(jnp.int32, part.shape, 0)
+        part[...] = jnp.where(row < num_rows, part[...].astype(jnp.float32), 0.0).astype(rows.dtype)
+
+    jax.lax.fori_loop(num_rows // page_rows, sizes.pages, page, None)
 
 
 def _rows_of(n: Array, rows: Any, wide: Any, sizes: Tiling) -> Array:
@@ -225,16 +254,34 @@ def _rows_of(n: Array, rows: Any, wide: Any, sizes: Tiling) -> Array:
     return jnp.concatenate(parts, axis=1)
 
 
-def _add(q: Array, k: Array, v: Array, visible: Array, acc: Any, top: Any, total: Any, soft_cap: float | None) -> None:
-    """A block's part of the softmax of one pass."""
+def _add(
+    q: Array, k: Array, v: Array, visible: Callable[[], Array] | None, acc: Any, top: Any, total: Any, soft_cap: Any
+) -> None:
+    """A block's part of the softmax of one pass, to the base 2."""
     scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(visible, scores, NOTHING)
+        scores = (soft_cap * LOG2_E) * jnp.tanh(scores)
+    if visible is not None:
+        scores = jnp.where(visible(), scores, NOTHING)
     old = top[...]
     new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-    p = jnp.exp(scores - new[:, :1])
-    decay = jnp.exp(old - new)
-    total[...] = total[...] * decay + jnp.sum(p, axis=1, keepdims=True)
-    acc[...] = acc[...] * decay[:, :1] + jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    p = jnp.exp2(scores - _wide(new, scores.shape[1]))
+    decay = jnp.exp2(old - new)
+    total[...] = total[...] * decay + _sums(p)
+    values = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    acc[...] = acc[...] * _wide(decay, acc.shape[1]) + values
     top[...] = new
+
+
+def _wide(x: Array, lanes: int) -> Array:
+    """The number of each row, which all of its lanes hold, in so many lanes."""
+    if lanes % LANES:
+        return jnp.broadcast_to(x[:, :1], (x.shape[0], lanes))
+    return jnp.concatenate([x] * (lanes // LANES), axis=1)
+
+
+def _sums(p: Array) -> Array:
+    """[rows, LANES], whose sum over the lanes is that of p."""
+    if p.shape[1] % LANES:
+        return jnp.broadcast_to(jnp.sum(p, axis=1, keepdims=True) / LANES, (p.shape[0], LANES))
+    return functools.reduce(jnp.add, (p[:, i : i + LANES] for i in range(0, p.shape[1], LANES)))

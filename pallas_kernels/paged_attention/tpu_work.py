@@ -3,27 +3,46 @@
 A *tile* is `tokens` consecutive query tokens of one sequence: all that it decodes, or a piece of its chunk of a prompt.
 Tiles that exist come first in the list. Pages lie in memory as rows of 128 numbers, `position_rows` a position: with
 head_dim 64 two heads share a row, with 256 a head has two.
+
+Sizes follow from the chip (`jaxserve.pallas_kernels.tpu`), bandwidth B and vector memory V of a core:
+
+- A block of pages takes about `BLOCK_S` = 0.64 us to come, so that what each block costs beside its bytes (some 300
+  bundles, 0.2 us at 1.5 to 2.2 GHz, and the start of its copies) is hidden behind the next one's bytes: B * 0.64 us,
+  as a power of two, is 512 KiB of keys and values on a v5e (0.82 TB/s), 1 MiB on a core of a v5p (1.23) and a v6e
+  (1.64), 2 MiB on half a 7x (3.7). With 8 heads of 128 in bfloat16, 4 KiB a position, these are 128, 256 and 512
+  positions. In a prompt a block has 256 positions at most: each is used by many rows, so that bandwidth matters less.
+- A tile of a prompt has up to 1,024 query rows of a KV head. Its matmuls then do 2 * 2 * 1024 * 128 operations for the
+  512 bytes of a position: 1,024 a byte, where a v6e does 560 in the time of a byte, a v5e 240, half a 7x 620.
+- In V lie two blocks of pages and their copy in float32, twice the tile's queries and outputs (the next tile's come
+  while it is worked on), its sums, maxima and outputs in float32, and the distances: for the tile above and 8 heads
+  some 28 MiB of the 64 (a core of a v5p, half a 7x) or 128 MiB. Where a tile takes more than three quarters of V it has
+  fewer rows.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 
+LANES = 128  # of a row
 UNSEEN = -(1 << 30)  # as a distance: less than any
 ROWS = 16  # of a tile in bfloat16: rows come in multiples of it
-BLOCK_BYTES = 1 << 20  # of keys and values together: they take longer to come (0.6 us on a v6e) than a copy to start
-MAX_BLOCK = 256  # positions: scores of a tile of a prompt, 512 KiB, share the vector memory with all else
-TILE_ROWS = 512  # query rows of a KV head in a tile of a prompt: what it reads is used by so many
+BLOCK_S = 0.64e-6
+MAX_BLOCK = 1024  # positions of sequences that decode
+MAX_PROMPT_BLOCK = 256
+TILE_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
     """Static sizes of one call."""
 
+    cores: int  # of the device
     tokens: int  # query tokens of a tile
     together: bool  # all heads in one pass over a block, each masked to its columns; else a pass for each
     passes: int
@@ -31,6 +50,8 @@ class Tiling:
     position_rows: int
     page_size: int
     pages: int  # of a block
+    head_rows: int  # rows of 128 numbers of a head: of its queries and outputs
+    itemsize: int  # of the cache
 
     @property
     def rows(self) -> int:
@@ -47,11 +68,19 @@ class Tiling:
         """Of the scores of a pass: positions, or positions and heads."""
         return self.block * (self.position_rows if self.together else 1)
 
+    @property
+    def vmem_bytes(self) -> int:
+        """What the kernel may use of the vector memory: what it is known to hold, and a quarter more."""
+        pages = self.block * self.position_rows * LANES * (4 * self.itemsize + (0 if self.together else 2 * 4))
+        tile = self.passes * self.rows * LANES * (self.head_rows * (2 * 2 + 2 * 4 + 4) + 2 * 4)
+        scores = self.rows * self.columns * (2 * 4 + 3 * 4)  # distances, twice; scores, weights and a mask
+        return (pages + tile + scores) * 5 // 4 + (4 << 20)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The tiles of a region. Those after `num_tiles` repeat the last one."""
+    """The tiles of a region, each core's in turn. Those after `num_tiles` repeat the last one of their core."""
 
     num_tiles: Array  # i32 [1]
     blocks: Array  # i32 [tiles], of the queries: which are a tile's
@@ -69,40 +98,59 @@ def tiling(kv: KVCache, num_rows: int, num_heads: int, head_dim: int, batch: Att
     would not fill a tile of the matrix unit. Else a matmul for each row of a position.
     """
     _, _, page_size, position_rows, lanes = kv.k.shape
-    rows_of_head = max(1, head_dim // lanes)
-    passes = position_rows // rows_of_head
+    chip, decodes = tpu.chip(), batch.cu_q_lens is None
+    head_rows = max(1, head_dim // lanes)
+    passes = position_rows // head_rows
     group = num_heads // passes
-    tokens = batch.max_q_len
-    if batch.cu_q_lens is not None:
-        tokens = max(1, min(-(-num_rows // 8) * 8, TILE_ROWS // group))
-    together = position_rows == 1 or (rows_of_head == 1 and tokens * group < ROWS)
-    position_bytes = 2 * position_rows * lanes * kv.k.dtype.itemsize
-    return Tiling(
-        tokens=tokens,
-        together=together,
-        passes=1 if together else passes,
-        heads=num_heads if together else group,
-        position_rows=position_rows,
-        page_size=page_size,
-        pages=max(1, min(MAX_BLOCK, BLOCK_BYTES // position_bytes) // page_size),
+    block_bytes = 1 << round(math.log2(chip.mem_bw_bytes_per_second * BLOCK_S))
+    block = min(
+        MAX_BLOCK if decodes else MAX_PROMPT_BLOCK, block_bytes // (2 * position_rows * lanes * kv.k.dtype.itemsize)
     )
+
+    def of(tokens: int) -> Tiling:
+        together = position_rows == 1 or (head_rows == 1 and tokens * group < ROWS)
+        return Tiling(
+            cores=chip.num_cores,
+            tokens=tokens,
+            together=together,
+            passes=1 if together else passes,
+            heads=num_heads if together else group,
+            position_rows=position_rows,
+            page_size=page_size,
+            pages=max(1, block // page_size),
+            head_rows=head_rows,
+            itemsize=kv.k.dtype.itemsize,
+        )
+
+    if decodes:
+        return of(batch.max_q_len)
+    tokens = max(1, min(-(-num_rows // 8) * 8, TILE_ROWS // group))
+    while tokens > 8 and of(tokens).vmem_bytes > chip.vmem_capacity_bytes * 3 // 4:
+        tokens //= 2
+    return of(tokens)
 
 
 def plan(batch: AttentionBatch, num_rows: int, sliding_window: int | None, sizes: Tiling) -> Work:
     """The tiles of a region, whatever the layer."""
     region = _decode if batch.cu_q_lens is None else _prefill
     exists, blocks, sequences, positions, ends, tokens, slots = region(batch, num_rows, sizes.tokens)
-    num_tiles = jnp.sum(exists)
+    num_tiles, cores = jnp.sum(exists), sizes.cores
     order = jnp.argsort(~exists, stable=True)
-    order = order[jnp.minimum(jnp.arange(order.shape[0]), jnp.maximum(num_tiles - 1, 0))]
+    entry = jnp.arange(-(-exists.shape[0] // cores) * cores)
+    last = num_tiles - 1 - (num_tiles - 1 - entry) % cores  # of the same core
+    entry = jnp.where(entry < num_tiles, entry, last)
+    order = order[jnp.maximum(entry, 0)]
+    blocks = blocks[order]
+    if cores > 1:  # one without a tile has a block of queries of its own
+        blocks = jnp.where(entry < 0, tokens.shape[0] + jnp.arange(entry.shape[0]) % cores, blocks)
+        tokens = jnp.pad(tokens, ((0, cores), (0, 0)))
     first = jnp.zeros_like(positions)
     if sliding_window is not None:
         first = jnp.maximum(positions - sliding_window + 1, 0) // sizes.page_size
-    of_tile = (blocks, sequences, positions, first, ends)
-    blocks, sequences, positions, first, ends = (x[order].astype(jnp.int32) for x in of_tile)
+    sequences, positions, first, ends = (x[order].astype(jnp.int32) for x in (sequences, positions, first, ends))
     return Work(
         num_tiles=num_tiles.astype(jnp.int32)[None],
-        blocks=blocks,
+        blocks=blocks.astype(jnp.int32),
         sequences=sequences,
         positions=positions,
         first_pages=first,

@@ -1,4 +1,4 @@
-"""What a plan says of memory is what the engine then holds, byte for byte."""
+"""What a plan says of memory is what the engine then holds, byte for byte, and so are the shapes to compile for."""
 
 import jax
 import pytest
@@ -6,8 +6,10 @@ from meshes import MODELS, OPTIONS, folder_of
 
 from jaxserve import LLM
 from jaxserve.config import DeviceMemory, EngineConfig
+from jaxserve.device import state_shapes
 from jaxserve.models import get_model
 from jaxserve.plan import memory_of
+from jaxserve.step_builder import State
 
 FREE = {name: value for name, value in OPTIONS.items() if name != "num_pages"} | {"kv_cache_memory_bytes": 200_000}
 CASES = [  # the sizes divide neither heads nor rows
@@ -23,6 +25,12 @@ CASES = [  # the sizes divide neither heads nor rows
 
 def held(leaves, device) -> int:
     return sum(part.data.nbytes for leaf in leaves for part in leaf.addressable_shards if part.device == device)
+
+
+def described(state: State) -> list[tuple]:
+    leaves = jax.tree.leaves(state)
+    mesh = [leaf.sharding for leaf in leaves if isinstance(leaf.sharding, jax.NamedSharding)]
+    return [(leaf.shape, leaf.dtype, leaf.sharding.shard_shape(leaf.shape) if mesh else None) for leaf in leaves]
 
 
 @pytest.mark.parametrize(("name", "kv", "tp", "options"), CASES)
@@ -42,3 +50,6 @@ def test_a_plan_weighs_what_the_engine_holds(tmp_path, name, kv, tp, options):
         assert runner.config.num_pages == planned.num_pages > kv
         assert pool.num_usable * pool.page_size == planned.num_tokens
         assert runner.config == planned.runner
+        state = State(runner.device.params, runner.device.kv, runner.device._sequences, runner.device._sampling)
+        kv_dtype = EngineConfig.of(model, **options).kv_dtype
+        assert described(state_shapes(runner.device.model, state.params, runner.config, kv_dtype)) == described(state)

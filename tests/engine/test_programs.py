@@ -21,8 +21,8 @@ from jaxserve.config import (
 )
 from jaxserve.layers.sampler import SamplingFeatures
 from jaxserve.models import get_model
+from jaxserve.program_set import default_shapes
 from jaxserve.programs import Compiler, Programs
-from jaxserve.runner import default_shapes
 from jaxserve.step_programs import SampleShape, StepShape
 
 

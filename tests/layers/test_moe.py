@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 
 from jaxserve.layers.mlp import mlp
 from jaxserve.layers.moe import block_rows, moe as moe_and_count, route
 from jaxserve.pallas_kernels import fallback, paged_attention
-from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
+from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu
 
 E, D, F = 8, 32, 16
 
@@ -144,8 +144,27 @@ def test_on_hopper_the_kernels_give_the_same(stacked, monkeypatch):
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), atol=scale / 50)
 
 
-def test_what_the_kernels_cannot_do_falls_back_with_one_line(monkeypatch, caplog):
-    monkeypatch.setattr(paged_attention, "preferred", lambda: "mosaic_gpu")
+def test_on_tpu_the_kernels_give_the_same(monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((9, 256), (4, 256), (2, 4, 256, 256), (2, 4, 256, 128))
+    x, router, gate_up, down = (
+        jax.random.normal(k, s, jnp.bfloat16) / s[-1] ** 0.5 for k, s in zip(keys, shapes, strict=True)
+    )
+    how = {"layer": 1, "top_k": 2, "normalize": False, "act": "silu", "real": jnp.arange(9) < 7}
+    monkeypatch.setattr(mosaic_tpu, "chip", lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1))
+    monkeypatch.setattr(paged_attention, "preferred", lambda: "mosaic_tpu")
+    with pltpu.force_tpu_interpret_mode():
+        got, num_read = moe_and_count(x, 9 * router, gate_up, down, **how)
+    expected, num_picked = moe_and_count(x, 9 * router, gate_up, down, **how, implementation="xla")
+    assert got.dtype == jnp.bfloat16
+    assert num_read == num_picked
+    scale = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), atol=scale / 50)
+
+
+@pytest.mark.parametrize("kernels", ["mosaic_gpu", "mosaic_tpu"])
+def test_what_the_kernels_cannot_do_falls_back_with_one_line(kernels, monkeypatch, caplog):
+    monkeypatch.setattr(paged_attention, "preferred", lambda: kernels)
     fallback.say_once.cache_clear()
     x = jax.random.normal(jax.random.key(0), (5, D))
     args = weights()

@@ -20,7 +20,6 @@ from jaxserve.pallas_kernels.grouped_matmul import (
     mosaic_gpu_permute,
     mosaic_gpu_route,
     reference,
-    unsupported,
 )
 from jaxserve.pallas_kernels.grouped_matmul.work import UNIT, max_rows, max_tiles, picks_of, plan
 
@@ -320,7 +319,7 @@ def test_what_it_cannot_serve_it_says(changes, act, reason):
     case = dataclasses.replace(CASES["one_token"], **changes)
     x, logits, gate_up, down = inputs(case)
     with pytest.raises(NotImplementedError, match=f"fused_moe: .*{reason}"):
-        fused_moe(x, logits, gate_up, down, LAYER, top_k=3, normalize=True, act=act)
+        fused_moe(x, logits, gate_up, down, LAYER, top_k=3, normalize=True, act=act, implementation="mosaic_gpu")
     x, logits, gate_up, down = inputs(CASES["one_token"])
-    assert unsupported(x, gate_up, down, "silu") is None
-    assert "quantised" in (unsupported(x, {"values": gate_up}, down, "silu") or "")
+    assert mosaic_gpu.unsupported(x, gate_up, down, "silu") is None
+    assert "quantised" in (mosaic_gpu.unsupported(x, {"values": gate_up}, down, "silu") or "")

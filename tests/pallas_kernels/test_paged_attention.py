@@ -320,7 +320,7 @@ def test_a_query_that_float16_cannot_hold_does_not_become_nan(implementation):
 )
 def test_the_kernels_are_preferred_on_hopper_and_tpu_only(platform, capability, expected, monkeypatch):
     device = types.SimpleNamespace(platform=platform, compute_capability=capability)
-    monkeypatch.setattr(package.jax, "devices", lambda: [device])
+    monkeypatch.setattr(package, "target_device", lambda: device)
     assert package.preferred() == expected
 
 

@@ -11,10 +11,11 @@ from checkpoints import DTYPES, assert_same, expected_params, golden, write_hf
 
 from jaxserve.exceptions import WeightsError
 from jaxserve.layers.decoder import stack_layers
+from jaxserve.models import get_model
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.weights import load
 from jaxserve.weights.checkpoint import leaves_of
-from jaxserve.weights.loader import open_checkpoint
+from jaxserve.weights.loader import abstract_params, open_checkpoint
 
 CASES = ("llama2", "llama3", "qwen2", "qwen3_moe", "gemma2", "gemma3")
 
@@ -86,6 +87,21 @@ def test_leaves_are_split_over_a_mesh(stacked, quantization, tmp_path):
     if quantization is None:
         down = loaded.params["layers"]["full"]["down"][1] if stacked else loaded.params["layers"][1]["down"]
         np.testing.assert_array_equal(down, expected_params(config, weights)["layers"][1]["down"])
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("stacked", "sizes"), [(False, (1, 1)), (False, (2, 2)), (True, (1, 2))])
+def test_shapes_and_places_are_known_without_a_load(stacked, sizes, quantization, tmp_path):
+    config, weights = golden("qwen3_moe")
+    mesh, path = make_mesh(*sizes), str(write_hf(tmp_path, config, weights))
+    loaded = load(path, dtype="float32", stacked=stacked, quantization=quantization, mesh=mesh)
+    shapes = abstract_params(get_model(config), jnp.float32, mesh, quantization=quantization, stacked=stacked)
+
+    def same(leaf, shape):
+        placed = mesh is None or leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
+        return placed and (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+
+    assert all(jax.tree.leaves(jax.tree.map(same, loaded.params, shapes)))
 
 
 def test_tokenizer_and_generation_config_come_along(llama):
