@@ -5,8 +5,6 @@ alone would be padded to 128. The queries of each are then zero in the other's h
 is used. A head of 256 lies in two rows.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -14,7 +12,7 @@ from jaxserve.pallas_kernels.paged_attention import mosaic_tpu_kernel as kernel,
 from jaxserve.pallas_kernels.paged_attention.types import FP8, AttentionBatch, KVCache
 
 LANES = 128
-PAGE_TABLE_ENTRIES = 128 * 1024  # half of the scalar memory of a TPU
+MAX_PAGES = 32 * 1024  # of a sequence: three tables take 384 KiB of the scalar memory, which has 1 MiB
 
 
 def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
@@ -32,8 +30,8 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
         return f"a page must have a multiple of {tile} rows of {LANES} numbers, got {rows}"
     if batch.own_lens is not None:
         return "rows must see all tokens of the pages in their tables: they hold one rank's pages"
-    if (entries := math.prod(batch.page_table.shape)) > PAGE_TABLE_ENTRIES:
-        return f"the page table may have {PAGE_TABLE_ENTRIES} entries, got {entries}"
+    if (pages := batch.page_table.shape[1]) > MAX_PAGES:
+        return f"a sequence may have {MAX_PAGES} pages, got {pages}"
     return None
 
 
@@ -92,7 +90,6 @@ def paged_attention(
         _tiles(queries, work, sizes),
         (kv.k.reshape(L, P, -1, lanes), kv.v.reshape(L, P, -1, lanes)),
         layer,
-        batch.page_table,
         work,
         sizes,
         sliding_window=sliding_window,

@@ -88,6 +88,7 @@ class Work:
     positions: Array  # i32 [tiles], of the first query token
     first_pages: Array  # i32 [tiles], of its sequence: the first that a tile sees
     ends: Array  # i32 [tiles], after the last position that a tile sees
+    tables: Array  # i32 [S, 1, max_pages rounded up to lanes]: a row of it can be copied by itself
     tokens: Array  # i32 [blocks, tokens], the query rows of each block
     slots: Array  # i32 [query rows], where in `tokens` each row is; -1 = nowhere
     distances: Array  # i32 [rows, columns], query token minus position, both counted in the tile and the block
@@ -155,6 +156,7 @@ def plan(batch: AttentionBatch, num_rows: int, sliding_window: int | None, sizes
         positions=positions,
         first_pages=first,
         ends=ends,
+        tables=jnp.pad(batch.page_table, ((0, 0), (0, -batch.page_table.shape[1] % LANES)))[:, None].astype(jnp.int32),
         tokens=tokens.astype(jnp.int32),
         slots=slots.astype(jnp.int32),
         distances=_distances(sizes),
