@@ -63,7 +63,7 @@ class Prediction(NamedTuple):
 
 def shapes(case: str, struct: Any) -> tuple[jax.ShapeDtypeStruct, KVCache, AttentionBatch]:
     """Queries, a cache of 2 layers that is far too large to be copied, and the batch."""
-    pages = struct((2, SEQS * CONTEXT // PAGE_SIZE, PAGE_SIZE, *position_shape(K, H, "tpu")), CASES[case])
+    pages = struct((2, SEQS * CONTEXT // PAGE_SIZE, PAGE_SIZE, *position_shape(K, H, CASES[case], "tpu")), CASES[case])
     scale = struct((2, K), jnp.float32) if case == "decode_fp8" else None
     prompt = case == "prefill"
     seqs, rows = (1, CONTEXT) if prompt else (SEQS, SEQS)

@@ -23,6 +23,7 @@ class AttentionSpec:
     """What the layers of one kind ask of attention."""
 
     num_heads: int
+    num_kv_heads: int
     scale: float
     sliding_window: int | None = None  # positions that a query sees, itself included; None = all before it
     soft_cap: float | None = None
@@ -42,7 +43,7 @@ def prepare_batch(
     """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here."""
     cut = batch.num_decode_rows
     options = {
-        "num_heads": spec.num_heads,
+        "num_heads": spec.num_heads // spec.num_kv_heads * kv.num_heads(2 * len(spec.frequencies)),
         "head_dim": 2 * len(spec.frequencies),
         "sliding_window": spec.sliding_window,
         "implementation": implementation,
@@ -110,7 +111,7 @@ def attend(
         heads: N queries, K keys and K values of each row, before their rotation.
         batch: as `prepare_batch` made it.
     """
-    q, kv = _rotate_and_write(heads, kv, layer, batch)
+    q, kv = _rotate_and_write(heads, kv, layer, batch, spec.num_kv_heads)
     cut = batch.num_decode_rows
     options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
     outs = [
@@ -119,10 +120,12 @@ def attend(
         if region is not None
     ]
     out, lse = outs[0] if len(outs) == 1 else map(jnp.concatenate, zip(*outs, strict=True))
-    return merge_over_kv(out, lse), kv
+    return merge_over_kv(out[:, : spec.num_heads], lse[:, : spec.num_heads]), kv
 
 
-def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch) -> tuple[Array, KVCache]:
+def _rotate_and_write(
+    heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch, num_kv_heads: int
+) -> tuple[Array, KVCache]:
     assert batch.rotation is not None, "not prepared"
     cos, sin = batch.rotation
     if on_hopper(batch.decode, batch.prefill):
@@ -130,7 +133,12 @@ def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: Step
         if reason is None:
             return rope_kv_write.rope_kv_write(heads, (cos, sin), kv, layer, batch.page_ids, batch.page_offsets)
         say_once("the write of keys and values", reason)
-    K = kv.num_heads(heads.shape[2])
+    K, padded = num_kv_heads, kv.num_heads(heads.shape[2])
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)
     q, k = (apply_rope(x, (cos[:, :1], sin[:, :1])) for x in (q, k))
+    if padded > K:
+        more = padded - K
+        q, k, v = (
+            jnp.pad(x, ((0, 0), (0, count), (0, 0))) for x, count in ((q, q.shape[1] // K * more), (k, more), (v, more))
+        )
     return q, write_kv(kv, layer, k, v, batch.page_ids, batch.page_offsets)
