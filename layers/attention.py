@@ -34,7 +34,8 @@ def project_qkv(
     x: Float[Array, "T D"], qkv: Weight, bias: Float[Array, " out"] | None, head_dim: int
 ) -> Float[Array, "T heads H"]:
     """Queries, keys and values from one fused projection, whose rows are those of q, then k, then v."""
-    return linear(x, qkv, bias).reshape(x.shape[0], -1, head_dim)
+    # Without the barrier, XLA for TPU would turn the reshape into one of the weights, and copy a layer's for it
+    return jax.lax.optimization_barrier(linear(x, qkv, bias)).reshape(x.shape[0], -1, head_dim)
 
 
 def prepare_batch(
