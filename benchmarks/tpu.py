@@ -11,7 +11,7 @@ unit or a conflict in memory is in that. The clock is what gives the peak of fou
 256 x 256): 1.5 GHz on a v5e, 1.75 on v5p and v6e, 2.2 on a 7x. The figure beside ours is that of Ragged Paged Attention
 v3 on a TPU7x as published (arXiv 2604.15464): 86 % of the bandwidth and 73 % of the peak, measured.
 
-PYTHONPATH=.venv/ahead-of-time python -m benchmarks.tpu [--save DIR]    # about a minute; needs libtpu
+JAX_PLATFORMS=cpu PYTHONPATH=.venv/ahead-of-time python -m benchmarks.tpu [--save DIR]    # about a minute; needs libtpu
 """
 
 import argparse
