@@ -73,7 +73,7 @@ class EnginePrograms:
         with jax.default_device(self._device):
             params = abstract_params(whole, options.jax_dtype, mesh, quantization=options.quantization, stacked=True)
             self.weights_bytes = _num_bytes(params)
-            memory = DeviceMemory(on_cpu=False, limit_bytes=topology.device.memory_bytes)
+            memory = DeviceMemory(platform="tpu", limit_bytes=topology.device.memory_bytes)
             scheduler, self.sizes = resolve(config, model.config, params_bytes=self.weights_bytes, device=memory)
             state = state_shapes(model, params, self.sizes, config.kv_dtype)
         self.pool_bytes, self.state_bytes = _num_bytes(state.kv), _num_bytes((state.sequences, state.sampling))

@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxserve.exceptions import ParameterError
 from jaxserve.layers import sparse
+from jaxserve.layers.kv_cache import position_shape
 from jaxserve.layers.sampler import init_sampling, init_sequences
 from jaxserve.layers.sparse import SparseAttention
 from jaxserve.layers.sparse.page_meta import meta_dtype
@@ -209,17 +212,24 @@ class EngineConfig:
 class DeviceMemory:
     """What the sizes of an engine depend on: the kind of its devices, and the memory of one."""
 
-    on_cpu: bool
+    platform: str
     limit_bytes: int = 0  # that JAX may allocate; on CPU of no account
     in_use_bytes: int = 0
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.platform == "cpu"
 
     @classmethod
     def here(cls) -> "DeviceMemory":
         """Of the first device of this process."""
-        if jax.default_backend() == "cpu":
-            return cls(on_cpu=True)
+        platform = jax.default_backend()
+        if platform == "cpu":
+            return cls(platform=platform)
         stats = jax.local_devices()[0].memory_stats() or {}
-        return cls(on_cpu=False, limit_bytes=stats.get("bytes_limit", 0), in_use_bytes=stats.get("bytes_in_use", 0))
+        return cls(
+            platform=platform, limit_bytes=stats.get("bytes_limit", 0), in_use_bytes=stats.get("bytes_in_use", 0)
+        )
 
 
 class NoRoomError(ValueError):
@@ -320,8 +330,9 @@ def resolve(
     return scheduler, runner
 
 
-def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype_bytes
+def kv_bytes_per_token(model: ModelConfig, dtype: DTypeLike, platform: str) -> int:
+    position = position_shape(model.num_kv_heads, model.head_dim, dtype, platform)
+    return 2 * model.num_layers * math.prod(position) * jnp.dtype(dtype).itemsize
 
 
 def _meta_bytes_per_page(config: EngineConfig, model: ModelConfig) -> int:
@@ -363,7 +374,7 @@ def _num_pages(
                 f"{cache.num_pages}; give {max(2, -(-cache.num_pages // num_ranks)) * num_ranks}"
             )
         return cache.num_pages
-    page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
+    page_bytes = page_size * kv_bytes_per_token(model, config.kv_dtype, device.platform)
     page_bytes += _meta_bytes_per_page(config, model)
     budget, left_after = cache.kv_cache_memory_bytes, f"{params_bytes} bytes of weights"
     if budget is None and device.on_cpu:

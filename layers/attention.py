@@ -27,6 +27,7 @@ class AttentionSpec:
     """What the layers of one kind ask of attention."""
 
     num_heads: int
+    num_kv_heads: int
     scale: float
     sliding_window: int | None = None  # positions that a query sees, itself included; None = all before it
     soft_cap: float | None = None
@@ -37,7 +38,8 @@ def project_qkv(
     x: Float[Array, "T D"], qkv: Weight, bias: Float[Array, " out"] | None, head_dim: int
 ) -> Float[Array, "T heads H"]:
     """Queries, keys and values from one fused projection, whose rows are those of q, then k, then v."""
-    return linear(x, qkv, bias).reshape(x.shape[0], -1, head_dim)
+    # Without the barrier, XLA for TPU would turn the reshape into one of the weights, and copy a layer's for it
+    return jax.lax.optimization_barrier(linear(x, qkv, bias)).reshape(x.shape[0], -1, head_dim)
 
 
 def prepare_batch(
@@ -53,7 +55,7 @@ def prepare_batch(
     """
     cut = batch.num_decode_rows
     options = {
-        "num_heads": spec.num_heads,
+        "num_heads": spec.num_heads // spec.num_kv_heads * kv.num_heads(2 * len(spec.frequencies)),
         "head_dim": 2 * len(spec.frequencies),
         "sliding_window": spec.sliding_window,
         "implementation": implementation,
@@ -127,7 +129,7 @@ def attend(
         heads: N queries, K keys and K values of each row, before their rotation.
         batch: as `prepare_batch` made it.
     """
-    q, kv = rotate_and_write(heads, kv, layer, batch)
+    q, kv = rotate_and_write(heads, kv, layer, batch, spec.num_kv_heads)
     cut = batch.num_decode_rows
     options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
 
@@ -140,7 +142,7 @@ def attend(
         regions = ((q[:cut], batch.decode), (q[cut:], batch.prefill))
         outs = [attention(rows, region) for rows, region in regions if region is not None]
     out, lse = outs[0] if len(outs) == 1 else map(jnp.concatenate, zip(*outs, strict=True))
-    return merge_over_kv(out, lse), kv
+    return merge_over_kv(out[:, : spec.num_heads], lse[:, : spec.num_heads]), kv
 
 
 def _attend_sparse(
@@ -161,16 +163,22 @@ def _attend_sparse(
 
 
 def rotate_and_write(
-    heads: Float[Array, "rows heads H"], kv: KVCache, layer: int | Int[Array, ""], batch: StepBatch
+    heads: Float[Array, "rows heads H"],
+    kv: KVCache,
+    layer: int | Int[Array, ""],
+    batch: StepBatch,
+    num_kv_heads: int,
 ) -> tuple[Float[Array, "rows N H"], KVCache]:
     """Rotated queries, and the cache with this step's keys and values, and with what policies keep of them."""
-    q, kv = _rotate_and_write(heads, kv, layer, batch)
+    q, kv = _rotate_and_write(heads, kv, layer, batch, num_kv_heads)
     if batch.sparse is not None and (page_meta := batch.sparse.policies.page_meta):
         kv = fold(kv, layer, page_meta, heads.shape[2], batch.page_ids, batch.page_offsets)
     return q, kv
 
 
-def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch) -> tuple[Array, KVCache]:
+def _rotate_and_write(
+    heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch, num_kv_heads: int
+) -> tuple[Array, KVCache]:
     assert batch.rotation is not None, "not prepared"
     cos, sin = batch.rotation
     if on_hopper(batch.decode, batch.prefill):
@@ -178,7 +186,12 @@ def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: Step
         if reason is None:
             return rope_kv_write.rope_kv_write(heads, (cos, sin), kv, layer, batch.page_ids, batch.page_offsets)
         say_once("the write of keys and values", reason)
-    K = kv.num_heads(heads.shape[2])
+    K, padded = num_kv_heads, kv.num_heads(heads.shape[2])
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)
     q, k = (apply_rope(x, (cos[:, :1], sin[:, :1])) for x in (q, k))
+    if padded > K:
+        more = padded - K
+        q, k, v = (
+            jnp.pad(x, ((0, 0), (0, count), (0, 0))) for x, count in ((q, q.shape[1] // K * more), (k, more), (v, more))
+        )
     return q, write_kv(kv, layer, k, v, batch.page_ids, batch.page_offsets)

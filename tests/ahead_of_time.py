@@ -246,7 +246,7 @@ def kernels_of(compile_it: Callable[[], Any]) -> dict:
 
 def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: str) -> Any:
     N, K, H = shape.heads
-    position, num_pages = position_shape(K, H, platform), 256
+    position, num_pages = position_shape(K, H, shape.dtype, platform), 256
     if platform == "tpu":  # a GiB of keys, which no copy of can be put into the vector memory
         num_pages = 2**30 // (2 * shape.page_size * K * H * jnp.dtype(shape.dtype).itemsize)
     pages, scale = struct((2, num_pages, shape.page_size, *position), shape.dtype), None

@@ -112,7 +112,7 @@ class _Watching(Attend):
     shares: list[Array] = dataclasses.field(default_factory=list)
 
     def __call__(self, heads: Array) -> Array:
-        q, kv = rotate_and_write(heads, self.cache, self.index, self.batch)
+        q, kv = rotate_and_write(heads, self.cache, self.index, self.batch, self.spec.num_kv_heads)
         options = {"scale": self.spec.scale, "sliding_window": self.spec.sliding_window, "soft_cap": self.spec.soft_cap}
 
         def attention(rows: Array, region: AttentionBatch) -> tuple[Array, Array]:

@@ -103,6 +103,7 @@ class ModelConfig:
     def attention_spec(self, kind: str) -> AttentionSpec:
         return AttentionSpec(
             num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             scale=self.head_dim**-0.5 if self.query_scale is None else self.query_scale,
             sliding_window=self.sliding_window if kind == "sliding" else None,
             soft_cap=self.attn_soft_cap,

@@ -22,6 +22,8 @@ RUN = 16  # rows; divides what pages hold
 
 def unsupported(kv: KVCache) -> str | None:
     """Why the kernel cannot write to this cache; None if it can."""
+    if kv.k.shape[3] == 1:
+        return "positions of one row lie in tiles of memory with others, and a tile is the least that can be copied"
     return unsupported_rows(kv)
 
 

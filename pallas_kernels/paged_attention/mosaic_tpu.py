@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.pallas_kernels.paged_attention import mosaic_tpu_kernel as kernel, tpu_work
-from jaxserve.pallas_kernels.paged_attention.types import FP8, AttentionBatch, KVCache
+from jaxserve.pallas_kernels.paged_attention.types import FP8, LANES, AttentionBatch, KVCache, whole_rows
 
-LANES = 128
 MAX_PAGES = 32 * 1024  # of a sequence: three tables take 384 KiB of the scalar memory, which has 1 MiB
 
 
@@ -38,17 +37,15 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
 def unsupported_rows(kv: KVCache) -> str | None:
     """Why kernels cannot move the positions of this cache as they lie; None if they can.
 
-    Tiles of memory would pad the rows of other positions, and XLA would give a kernel, which takes the cache as a
-    matrix of rows, a copy of it. Found by compiling for v5e, v5p, v6e and 7x.
+    What is padded would be copied for a kernel, which takes the cache as a matrix of rows.
     """
     position_rows, lanes = kv.k.shape[3:]
     if kv.k.dtype not in (jnp.bfloat16, FP8):
         return f"the cache must be bfloat16 or float8_e4m3fn, got {kv.k.dtype}"
     if lanes != LANES:
         return f"the cache must have rows of {LANES} numbers, as on a TPU, got {lanes}"
-    whole = (1, 4) if kv.k.dtype == FP8 else (1, 2, 4)
-    if position_rows not in whole and position_rows % 8:
-        numbers = ", ".join(map(str, whole))
+    if not whole_rows(position_rows, kv.k.dtype):
+        numbers = "1, 4" if kv.k.dtype == FP8 else "1, 2, 4"
         return f"the KV heads of a position must fill {numbers} or a multiple of 8 rows of {LANES}, got {position_rows}"
     return None
 

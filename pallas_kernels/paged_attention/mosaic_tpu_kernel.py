@@ -137,9 +137,7 @@ def _kernel(*refs: Any, sizes: Tiling, sliding_window: int | None, soft_cap: flo
     scalars, refs = Scalars(*refs[: len(Scalars._fields)]), refs[len(Scalars._fields) :]
     q, distances, all_tables, k_pages, v_pages = refs[:5]  # [1, passes, rows, lanes], [rows, columns], HBM, HBM, HBM
     out, lse = refs[5:7]  # [1, passes, rows, lanes], [1, passes, 1, rows]
-    k_buffers, v_buffers, arrived, table_rows, table_arrived, turns = refs[
-        7:13
-    ]  # turns [1]: blocks so far
+    k_buffers, v_buffers, arrived, table_rows, table_arrived, turns = refs[7:13]  # turns [1]: blocks so far
     acc, top, total = refs[13:16]  # [passes, rows, lanes or 128], of the softmax
     wide = refs[16:]  # float32 [block * position_rows, lanes] for keys and for values, with several passes
     blocks = Blocks((k_pages, v_pages), (k_buffers, v_buffers), arrived)

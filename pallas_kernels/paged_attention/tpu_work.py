@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.pallas_kernels import tpu
-from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+from jaxserve.pallas_kernels.paged_attention.types import LANES, AttentionBatch, KVCache
 
-LANES = 128  # of a row
 UNSEEN = -(1 << 30)  # as a distance: less than any
 ROWS = 16  # of a tile in bfloat16: rows come in multiples of it
 BLOCK_S = 0.64e-6

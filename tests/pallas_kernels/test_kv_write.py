@@ -36,7 +36,7 @@ def step(name, position, dtype):
 @pytest.mark.parametrize("mode", INTERPRETERS)
 @pytest.mark.parametrize(
     ("name", "position", "dtype"),
-    [("decode", (8, 128), jnp.bfloat16), ("prompts", (4, 128), FP8), ("a_run_at_the_end", (1, 128), jnp.bfloat16)],
+    [("decode", (8, 128), jnp.bfloat16), ("prompts", (4, 128), FP8), ("a_run_at_the_end", (2, 128), jnp.bfloat16)],
 )
 def test_each_row_lies_at_its_place_and_nothing_else_is_touched(name, position, dtype, mode):
     rows, pages, page_ids, offsets = step(name, position, dtype)
@@ -55,6 +55,7 @@ def test_each_row_lies_at_its_place_and_nothing_else_is_touched(name, position, 
         ((3, 64), jnp.bfloat16, "rows of 128 numbers, as on a TPU, got 64"),
         ((6, 128), jnp.bfloat16, "1, 2, 4 or a multiple of 8 rows of 128, got 6"),
         ((2, 128), FP8, "1, 4 or a multiple of 8 rows of 128, got 2"),
+        ((1, 128), jnp.bfloat16, "positions of one row lie in tiles"),
     ],
 )
 def test_what_it_cannot_write_to(position, dtype, words):
