@@ -112,6 +112,7 @@ def check(llm, expected):
         assert metrics["jaxserve:prefix_cache_hits"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_policies_change_what_the_model_says(alone, name):
     """Else the tests below could not fail."""
