@@ -106,7 +106,7 @@ def write_kv(
         k, v = (quantize(x, scale) for x, scale in zip((k, v), scales, strict=True))
     k, v = (x.reshape(x.shape[0], *kv.k.shape[3:]).astype(kv.k.dtype) for x in (k, v))
     if preferred() == "mosaic_tpu":
-        reason = kv_write.unsupported(kv)
+        reason = kv_write.unsupported(kv, k.shape[0])
         if reason is None:
             pages = kv_write.kv_write((k, v), (kv.k, kv.v), layer, page_ids, page_offsets)
             return dataclasses.replace(kv, k=pages[0], v=pages[1])

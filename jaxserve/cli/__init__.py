@@ -60,9 +60,8 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code.
 
-    0: done; 1: the engine died, or nobody reads our output; 2: the caller's mistake; 3: `batch` has failed rows,
-    `plan` or `compile` found
-    that nothing fits; 130: Ctrl-C.
+    0: done; 1: the engine died, or nobody reads our output; 2: the caller's mistake; 3: `batch` has failed rows, `plan`
+    or `compile` found that nothing fits; 130: Ctrl-C.
 
     Raises:
         Exception: whatever is neither; it is a defect of ours, and its traceback should be seen.

@@ -8,8 +8,6 @@ import typer
 
 from jaxserve.cli.output import readable
 
-POLICIES = ("quest", "lserve", "streaming_llm")
-
 
 def evaluate(
     model: Annotated[str, typer.Option(help="As for generate.")],

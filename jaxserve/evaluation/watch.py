@@ -127,12 +127,14 @@ class _Watching(Attend):
                 numbers, kv = select_rows(policy, rows, kv, self.index)
                 out = attend_rows(rows, numbers, kv, attention, out)
                 tables = tables_of(numbers, rows.page_table, rows.seen, kv.page_size, kv.k.shape[1])
-                recall = jnp.mean(jnp.exp(out[1] - dense[1]), axis=1)
-                density = jnp.mean(tables.kv_lens / jnp.maximum(rows.seen, 1)[:, None], axis=1)
+                recall = jnp.mean(jnp.exp(out[1] - dense[1])[:, : self.spec.num_heads], axis=1)
+                density = jnp.mean(
+                    tables.kv_lens[:, : self.spec.num_kv_heads] / jnp.maximum(rows.seen, 1)[:, None], axis=1
+                )
                 is_row = rows.seen > 0
                 self.shares.append(jnp.mean(jnp.stack([recall, density]), axis=1, where=is_row[None]))
         self.cache = kv
-        return out[0]
+        return out[0][:, : self.spec.num_heads]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)

@@ -186,6 +186,9 @@ class SparseAttention:
     prefill: Policy | None = None
 
     def __post_init__(self) -> None:
+        for name in ("decode", "prefill"):
+            if not isinstance(policy := getattr(self, name), Policy | None):
+                raise ValueError(f"{name} must be a policy such as Quest() or None, got {policy!r}")
         if self.prefill is not None and self.prefill.reselect > 1:
             raise ValueError(f"each token of a prompt selects: its reselect must be 1, got {self.prefill.reselect}")
         kept = {policy.page_meta for policy in self._policies() if policy.page_meta is not None}
