@@ -11,7 +11,7 @@ unit or a conflict in memory is in that. The clock is what gives the peak of fou
 256 x 256): 1.5 GHz on a v5e, 1.75 on v5p and v6e, 2.2 on a 7x. The figure beside ours is that of Ragged Paged Attention
 v3 on a TPU7x as published (arXiv 2604.15464): 86 % of the bandwidth and 73 % of the peak, measured.
 
-PYTHONPATH=.venv/ahead-of-time python -m benchmarks.tpu [--save DIR]    # about a minute; needs libtpu
+JAX_PLATFORMS=cpu PYTHONPATH=.venv/ahead-of-time python -m benchmarks.tpu [--save DIR]    # about a minute; needs libtpu
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Prediction(NamedTuple):
 
 def shapes(case: str, struct: Any) -> tuple[jax.ShapeDtypeStruct, KVCache, AttentionBatch]:
     """Queries, a cache of 2 layers that is far too large to be copied, and the batch."""
-    pages = struct((2, SEQS * CONTEXT // PAGE_SIZE, PAGE_SIZE, *position_shape(K, H, "tpu")), CASES[case])
+    pages = struct((2, SEQS * CONTEXT // PAGE_SIZE, PAGE_SIZE, *position_shape(K, H, CASES[case], "tpu")), CASES[case])
     scale = struct((2, K), jnp.float32) if case == "decode_fp8" else None
     prompt = case == "prefill"
     seqs, rows = (1, CONTEXT) if prompt else (SEQS, SEQS)

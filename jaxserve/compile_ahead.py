@@ -22,6 +22,7 @@ from jaxserve.config import DeviceMemory, EngineConfig, RunnerConfig, resolve
 from jaxserve.device import state_shapes
 from jaxserve.executables import compiled, serialized
 from jaxserve.models import get_model
+from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.program_set import beside_decodes, cohorts_ahead, default_programs, span_shapes
 from jaxserve.program_work import work_of
 from jaxserve.scheduler import LayeredPrefill, SchedulerConfig, prefill_policy
@@ -69,11 +70,12 @@ class EnginePrograms:
         assert topology.jax_name is not None, "not of TPUs"
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology.jax_name).devices
         mesh = make_mesh(parallel.kv_parallel_size, parallel.tensor_parallel_size, devices)
+        whole = dataclasses.replace(whole, sparse=config.runtime.sparse)
         self._device, model = devices[0], whole.on(mesh)
         with jax.default_device(self._device):
             params = abstract_params(whole, options.jax_dtype, mesh, quantization=options.quantization, stacked=True)
             self.weights_bytes = _num_bytes(params)
-            memory = DeviceMemory(on_cpu=False, limit_bytes=topology.device.memory_bytes)
+            memory = DeviceMemory(platform="tpu", limit_bytes=topology.device.memory_bytes)
             scheduler, self.sizes = resolve(config, model.config, params_bytes=self.weights_bytes, device=memory)
             state = state_shapes(model, params, self.sizes, config.kv_dtype)
         self.pool_bytes, self.state_bytes = _num_bytes(state.kv), _num_bytes((state.sequences, state.sampling))
@@ -164,6 +166,7 @@ class _Notes(logging.Handler):
         self.found.append(record.getMessage())
 
     def __enter__(self) -> None:
+        say_once.cache_clear()
         self._logger.addHandler(self)
 
     def __exit__(self, *_: object) -> None:

@@ -2,14 +2,20 @@
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxserve.exceptions import ParameterError
+from jaxserve.layers import sparse
+from jaxserve.layers.kv_cache import position_shape
 from jaxserve.layers.sampler import init_sampling, init_sequences
+from jaxserve.layers.sparse import SparseAttention
+from jaxserve.layers.sparse.page_meta import meta_dtype
 from jaxserve.models.base import ModelConfig
 from jaxserve.scheduler.config import SchedulerConfig
 
@@ -152,13 +158,21 @@ class RuntimeOptions:
     warm_up: Literal["background", "blocking", "off"] = "background"
     compilation_cache_dir: str | None = "~/.cache/jaxserve/xla"  # None = JAX's own setting
     otlp_traces_endpoint: str | None = None  # None = what OpenTelemetry's environment variables name, if anything
+    # A policy, its name, a mapping of its fields, or JSON of that, as `jaxserve.layers.sparse.resolve` takes it
+    sparse_attention: Any = None
 
     def __post_init__(self) -> None:
+        sparse.resolve(self.sparse_attention)  # for what it raises
         _flag("async_scheduling", self.async_scheduling)
         _one_of("warm_up", self.warm_up, ("background", "blocking", "off"))
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not str(endpoint).startswith(("http://", "https://")):
             raise ParameterError("otlp_traces_endpoint", endpoint, "a URL such as http://localhost:4317")
+
+    @property
+    def sparse(self) -> SparseAttention | None:
+        """What `sparse_attention` names."""
+        return sparse.resolve(self.sparse_attention)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,17 +212,24 @@ class EngineConfig:
 class DeviceMemory:
     """What the sizes of an engine depend on: the kind of its devices, and the memory of one."""
 
-    on_cpu: bool
+    platform: str
     limit_bytes: int = 0  # that JAX may allocate; on CPU of no account
     in_use_bytes: int = 0
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.platform == "cpu"
 
     @classmethod
     def here(cls) -> "DeviceMemory":
         """Of the first device of this process."""
-        if jax.default_backend() == "cpu":
-            return cls(on_cpu=True)
+        platform = jax.default_backend()
+        if platform == "cpu":
+            return cls(platform=platform)
         stats = jax.local_devices()[0].memory_stats() or {}
-        return cls(on_cpu=False, limit_bytes=stats.get("bytes_limit", 0), in_use_bytes=stats.get("bytes_in_use", 0))
+        return cls(
+            platform=platform, limit_bytes=stats.get("bytes_limit", 0), in_use_bytes=stats.get("bytes_in_use", 0)
+        )
 
 
 class NoRoomError(ValueError):
@@ -260,7 +281,10 @@ def resolve(
     device = device or DeviceMemory.here()
     on_cpu = device.on_cpu
     page_size = config.cache.page_size or (16 if on_cpu else 64)
-    options = config.scheduler
+    options, selection = config.scheduler, config.runtime.sparse
+    if selection is not None:
+        tp = config.parallel.tensor_parallel_size
+        selection.check(page_size, sparse.Layout(model.layer_kinds, model.num_kv_heads, tp, model.kv_head_copies))
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size
@@ -288,6 +312,7 @@ def resolve(
         target_tbt_ms=options.target_tbt_ms,
         prefill_order=options.prefill_order,
         padded_decode_rows=tuple(padded),
+        share_answers=selection is None or selection.shares_answers,
     )
     wanted = config.model.max_logprobs
     runner = RunnerConfig(
@@ -305,8 +330,20 @@ def resolve(
     return scheduler, runner
 
 
-def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype_bytes
+def kv_bytes_per_token(model: ModelConfig, dtype: DTypeLike, platform: str) -> int:
+    position = position_shape(model.num_kv_heads, model.head_dim, dtype, platform)
+    return 2 * model.num_layers * math.prod(position) * jnp.dtype(dtype).itemsize
+
+
+def _meta_bytes_per_page(config: EngineConfig, model: ModelConfig, platform: str) -> int:
+    """Of what sparse attention keeps beside a page."""
+    page_meta = config.runtime.sparse and config.runtime.sparse.page_meta
+    if page_meta is None:
+        return 0
+    position = position_shape(model.num_kv_heads, model.head_dim, config.kv_dtype, platform)
+    num_kv_heads = math.prod(position) // model.head_dim
+    numbers = model.layer_kinds.count("full") * num_kv_heads * page_meta.num_parts * page_meta.width(model.head_dim)
+    return numbers * jnp.dtype(meta_dtype(config.kv_dtype)).itemsize
 
 
 @functools.lru_cache(maxsize=256)  # a plan asks for the same ones again and again
@@ -337,7 +374,8 @@ def _num_pages(
                 f"{cache.num_pages}; give {max(2, -(-cache.num_pages // num_ranks)) * num_ranks}"
             )
         return cache.num_pages
-    page_bytes = page_size * kv_bytes_per_token(model, jnp.dtype(config.kv_dtype).itemsize)
+    page_bytes = page_size * kv_bytes_per_token(model, config.kv_dtype, device.platform)
+    page_bytes += _meta_bytes_per_page(config, model, device.platform)
     budget, left_after = cache.kv_cache_memory_bytes, f"{params_bytes} bytes of weights"
     if budget is None and device.on_cpu:
         budget = CPU_KV_CACHE_BYTES

@@ -19,6 +19,7 @@ from jaxserve.config import RunnerConfig
 from jaxserve.executables import compiled
 from jaxserve.layers.kv_cache import KVCache, init_kv_cache
 from jaxserve.layers.sampler import Sampled, SamplingState, SequenceState, init_sampling, init_sequences
+from jaxserve.layers.sparse.state import init_state
 from jaxserve.models.base import Model
 from jaxserve.multi_process import Leader, on_all_processes
 from jaxserve.programs import Compiler, Programs
@@ -187,7 +188,14 @@ def empty_cache(model: Model, config: RunnerConfig, dtype: jnp.dtype) -> dict[st
     num_pages = config.num_pages // config.kv_parallel_size
 
     def make() -> dict[str, KVCache]:
-        return init_kv_cache(model.config, num_pages=num_pages, page_size=config.page_size, dtype=dtype)
+        caches = init_kv_cache(model.config, num_pages=num_pages, page_size=config.page_size, dtype=dtype)
+        if model.sparse is None:
+            return caches
+        state = init_state(
+            model.sparse, caches["full"], model.config.head_dim, num_slots=config.max_num_seqs + 1,
+            max_pages=config.max_pages,
+        )  # fmt: skip
+        return {**caches, "full": state}
 
     return on_ranks(model.mesh, make, lambda: ((), kv_specs(jax.eval_shape(make))))()
 

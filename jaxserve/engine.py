@@ -1,5 +1,6 @@
 """The engine of one process: the text around an `EngineCore`, and the load of its model."""
 
+import dataclasses
 import logging
 import os
 import pathlib
@@ -170,7 +171,7 @@ def load_model(config: EngineConfig) -> weights.LoadedModel:
     """Weights and tokenizer that the options name."""
     use_compilation_cache(config.runtime.compilation_cache_dir)
     options = config.model
-    return weights.load(
+    loaded = weights.load(
         options.model,
         dtype=options.jax_dtype,
         load_format=options.load_format,
@@ -181,6 +182,8 @@ def load_model(config: EngineConfig) -> weights.LoadedModel:
         stacked=target_device().platform != "cpu",
         mesh=make_mesh(config.parallel.kv_parallel_size, config.parallel.tensor_parallel_size),
     )
+    model = dataclasses.replace(loaded.model, sparse=config.runtime.sparse)
+    return dataclasses.replace(loaded, model=model)
 
 
 def use_compilation_cache(directory: str | None) -> None:

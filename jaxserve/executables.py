@@ -111,7 +111,7 @@ def code_and_versions() -> tuple:
 
 def _key(function: Any, arguments: tuple, static: dict[str, Any]) -> str:
     leaves, tree = jax.tree.flatten(arguments)
-    described = [str(leaf.config if isinstance(leaf, Model) else leaf) for leaf in leaves]
+    described = [str((leaf.config, leaf.sparse) if isinstance(leaf, Model) else leaf) for leaf in leaves]
     parts = (function.__name__, described, str(tree), sorted(static.items()), _devices(arguments), setting())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

@@ -326,5 +326,6 @@ def described(config: EngineConfig, model: Any) -> dict[str, str]:
         "tensor_parallel_size": repr(parallel.tensor_parallel_size),
         "kv_parallel_size": repr(parallel.kv_parallel_size),
         "model": repr(model.config),
+        "sparse_attention": repr(model.sparse),
         "software": repr(code_and_versions()),
     }

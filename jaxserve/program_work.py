@@ -32,7 +32,7 @@ def work_of(jaxpr: Any) -> Work:
             scalars = eqn.invars[: eqn.params["grid_mapping"].num_index_operands]
             total += Work(smem_bytes=sum(_num_bytes(var.aval) for var in scalars))
         elif name == "cond":
-            total += max(inner)
+            total += Work(*map(max, zip(*inner, strict=True)))
         else:
             times = eqn.params["length"] if name == "scan" else 1
             total += sum(inner, Work()).times(times)

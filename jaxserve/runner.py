@@ -132,7 +132,7 @@ class Runner:
         ints = np.zeros(shape.num_ints, np.int32)
         ints[: len(plan.decode)] = decode_slots(plan)
         ints[len(plan.decode) : b] = self._dummy
-        seq_slots, starts, cu_q_lens = np.split(ints[b + t :], [s, 2 * s])
+        seq_slots, starts, cu_q_lens, prompt_lens = np.split(ints[b + t :], [s, 2 * s, 3 * s + 1])
         seq_slots[:] = self._dummy
         if plan.cohort is not None:
             counts = [count for *_, count in plan.cohort.members]
@@ -142,6 +142,7 @@ class Runner:
             if not shape.starts_above:  # else the rows are in the frontier; and long prompts take long to copy
                 ints[b + begin : b + begin + len(row.token_ids)] = row.token_ids
             seq_slots[place], starts[place] = row.slot, row.start
+            prompt_lens[place] = row.request.num_prompt_tokens
         return ints
 
     def _dispatch_sample(self, future: StepFuture) -> Sampled | None:
@@ -274,7 +275,8 @@ class Runner:
         b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
         ints[b : b + t] = np.random.default_rng(0).integers(0, self.vocab_size, t)
         ints[b + t + s :] = 0
-        ints[b + t + 2 * s :] = np.arange(s + 1) * (t // max(s, 1))
+        ints[b + t + 2 * s : b + t + 3 * s + 1] = np.arange(s + 1) * (t // max(s, 1))
+        ints[b + t + 3 * s + 1 :] = t  # they are prompts to the end
         self.device.forward.get(shape)
         key = SampleShape(rows=shape.sample_rows, features=SamplingFeatures(random=True))
         if shape.may_sample:

@@ -62,7 +62,7 @@ class StepShape:
 
     @property
     def num_ints(self) -> int:
-        return self.decode_rows + self.prefill_tokens + 3 * self.prefill_seqs + 1
+        return self.decode_rows + self.prefill_tokens + 4 * self.prefill_seqs + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def forward_step(
     Args:
         kv, sequences, frontier: donated.
         ints: i32 [shape.num_ints]: decode slots [B], prefill token ids [T], prefill slots [S], start positions [S],
-            cu_q_lens [S+1].
+            cu_q_lens [S+1], lengths of the prompts [S].
         frontier: where the prefill rows stand before a span that starts above layer 0, [T, D].
 
     Returns:
@@ -125,7 +125,8 @@ def _forward_on_rank(
     frontier: Array | None,
 ) -> tuple[Array, Array, Array | None, dict[str, KVCache], SequenceState]:
     b, t, s = shape.decode_rows, shape.prefill_tokens, shape.prefill_seqs
-    decode_slots, token_ids, slots, starts, cu_q_lens = jnp.split(ints, [b, b + t, b + t + s, b + t + 2 * s])
+    cuts = [b, b + t, b + t + s, b + t + 2 * s, b + t + 3 * s + 1]
+    decode_slots, token_ids, slots, starts, cu_q_lens, prompt_lens = jnp.split(ints, cuts)
     ends = starts + cu_q_lens[1:] - cu_q_lens[:-1]
     live = ~sequences.stopped[decode_slots]
     regions = []
@@ -133,7 +134,7 @@ def _forward_on_rank(
         decode, rows = _decode_region(sequences, decode_slots, live)
         regions.append(rows)
     if t:
-        prefill, rows = _prefill_region(sequences, slots, starts, cu_q_lens, ends, token_ids)
+        prefill, rows = _prefill_region(sequences, slots, starts, cu_q_lens, ends, prompt_lens, token_ids)
         regions.append(rows)
     _, num_pages, page_size, *_ = next(iter(kv.values())).k.shape
     tables, positions, valid, tokens = (jnp.concatenate(parts) for parts in zip(*regions, strict=True))
@@ -149,7 +150,8 @@ def _forward_on_rank(
     hidden, kv, experts_read = forward(model, params, kv, batch, span=shape.span, frontier=frontier)
     experts_read = None if experts_read is None else all_reduce(experts_read)  # each rank counts its own
     advanced = sequences.positions.at[decode_slots].add(live.astype(jnp.int32)).at[slots].set(ends)
-    sequences = dataclasses.replace(sequences, positions=advanced)
+    prompt_lens = sequences.prompt_lens.at[slots].set(prompt_lens)
+    sequences = dataclasses.replace(sequences, positions=advanced, prompt_lens=prompt_lens)
     last_rows = jnp.arange(b)
     if shape.completes:
         last_rows = jnp.concatenate([last_rows, b + jnp.maximum(cu_q_lens[1:] - 1, 0)])
@@ -159,19 +161,34 @@ def _forward_on_rank(
 
 def _decode_region(sequences: SequenceState, slots: Array, live: Array) -> tuple[AttentionBatch, tuple]:
     positions = sequences.positions[slots]
-    batch = AttentionBatch(page_table=sequences.page_table[slots], kv_lens=jnp.where(live, positions + 1, 0))
+    batch = AttentionBatch(
+        page_table=sequences.page_table[slots],
+        kv_lens=jnp.where(live, positions + 1, 0),
+        slots=slots,
+        prompt_lens=sequences.prompt_lens[slots],
+    )
     return batch, (slots, positions, live, sequences.token_ids[slots])
 
 
 def _prefill_region(
-    sequences: SequenceState, slots: Array, starts: Array, cu_q_lens: Array, ends: Array, token_ids: Array
+    sequences: SequenceState,
+    slots: Array,
+    starts: Array,
+    cu_q_lens: Array,
+    ends: Array,
+    prompt_lens: Array,
+    token_ids: Array,
 ) -> tuple[AttentionBatch, tuple]:
     row = jnp.arange(token_ids.shape[0])
     seq = jnp.minimum(jnp.searchsorted(cu_q_lens, row, side="right") - 1, slots.shape[0] - 1)
     valid = row < cu_q_lens[-1]
     positions = jnp.where(valid, starts[seq] + row - cu_q_lens[seq], 0)
     batch = AttentionBatch(
-        page_table=sequences.page_table[slots], kv_lens=jnp.where(ends > starts, ends, 0), cu_q_lens=cu_q_lens
+        page_table=sequences.page_table[slots],
+        kv_lens=jnp.where(ends > starts, ends, 0),
+        cu_q_lens=cu_q_lens,
+        slots=slots,
+        prompt_lens=prompt_lens,
     )
     return batch, (slots[seq], positions, valid, token_ids)
 

@@ -1,6 +1,7 @@
 """Attention of one layer over both regions of a step: rotate, write keys and values, then read the pages."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,9 @@ from jaxtyping import Float, Int
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, write_kv
 from jaxserve.layers.linear import Weight, linear
 from jaxserve.layers.rope import apply_rope, rotation
+from jaxserve.layers.sparse.attend import Attention, attend_decode, attend_prefill
+from jaxserve.layers.sparse.hooks import LayerPolicies, SparseStep
+from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import HopperWork, Implementation, paged_attention, prepare
@@ -23,6 +27,7 @@ class AttentionSpec:
     """What the layers of one kind ask of attention."""
 
     num_heads: int
+    num_kv_heads: int
     scale: float
     sliding_window: int | None = None  # positions that a query sees, itself included; None = all before it
     soft_cap: float | None = None
@@ -33,16 +38,24 @@ def project_qkv(
     x: Float[Array, "T D"], qkv: Weight, bias: Float[Array, " out"] | None, head_dim: int
 ) -> Float[Array, "T heads H"]:
     """Queries, keys and values from one fused projection, whose rows are those of q, then k, then v."""
-    return linear(x, qkv, bias).reshape(x.shape[0], -1, head_dim)
+    # Without the barrier, XLA for TPU would turn the reshape into one of the weights, and copy a layer's for it
+    return jax.lax.optimization_barrier(linear(x, qkv, bias)).reshape(x.shape[0], -1, head_dim)
 
 
 def prepare_batch(
-    batch: StepBatch, kv: KVCache, spec: AttentionSpec, implementation: Implementation | None = None
+    batch: StepBatch,
+    kv: KVCache,
+    spec: AttentionSpec,
+    implementation: Implementation | None = None,
+    policies: LayerPolicies | None = None,
 ) -> StepBatch:
-    """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here."""
+    """The batch for the layers of one kind, whose cache is `kv`: what all of them share is worked out here.
+
+    `policies` are those of sparse attention in these layers; layers with a sliding window have none.
+    """
     cut = batch.num_decode_rows
     options = {
-        "num_heads": spec.num_heads,
+        "num_heads": spec.num_heads // spec.num_kv_heads * kv.num_heads(2 * len(spec.frequencies)),
         "head_dim": 2 * len(spec.frequencies),
         "sliding_window": spec.sliding_window,
         "implementation": implementation,
@@ -53,10 +66,16 @@ def prepare_batch(
         else prepare(_simplest(own_pages(region, kv, spec.sliding_window), spec), kv, num_rows=num_rows, **options)
         for region, num_rows in ((batch.decode, cut), (batch.prefill, batch.token_ids.shape[0] - cut))
     )
+    sparse = None
+    if policies is not None and spec.sliding_window is None:
+        sparse = SparseStep(policies=policies, decode=batch.decode, prefill=batch.prefill)
+        decode = batch.decode if policies.decode is not None else decode  # its pages are selected layer by layer
     turn = rotation(batch.positions, spec.frequencies)
     if on_hopper(decode, prefill):
         turn = rope_kv_write.for_heads(turn, kv)
-    return dataclasses.replace(batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows())
+    return dataclasses.replace(
+        batch, decode=decode, prefill=prefill, rotation=turn, real=batch.real_rows(), sparse=sparse
+    )
 
 
 def own_pages(region: AttentionBatch, kv: KVCache, sliding_window: int | None) -> AttentionBatch:
@@ -110,19 +129,56 @@ def attend(
         heads: N queries, K keys and K values of each row, before their rotation.
         batch: as `prepare_batch` made it.
     """
-    q, kv = _rotate_and_write(heads, kv, layer, batch)
+    q, kv = rotate_and_write(heads, kv, layer, batch, spec.num_kv_heads)
     cut = batch.num_decode_rows
     options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
-    outs = [
-        paged_attention(rows, kv, layer, region, **options, return_lse=True, implementation=implementation)
-        for rows, region in ((q[:cut], batch.decode), (q[cut:], batch.prefill))
-        if region is not None
-    ]
+
+    def attention(rows: Array, region: AttentionBatch) -> tuple[Array, Array]:
+        return paged_attention(rows, kv, layer, region, **options, return_lse=True, implementation=implementation)
+
+    if batch.sparse is not None:
+        outs, kv = _attend_sparse(q, kv, layer, batch, batch.sparse, attention)
+    else:
+        regions = ((q[:cut], batch.decode), (q[cut:], batch.prefill))
+        outs = [attention(rows, region) for rows, region in regions if region is not None]
     out, lse = outs[0] if len(outs) == 1 else map(jnp.concatenate, zip(*outs, strict=True))
-    return merge_over_kv(out, lse), kv
+    return merge_over_kv(out[:, : spec.num_heads], lse[:, : spec.num_heads]), kv
 
 
-def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch) -> tuple[Array, KVCache]:
+def _attend_sparse(
+    q: Array, kv: KVCache, layer: int | Array, batch: StepBatch, sparse: SparseStep, attention: Attention
+) -> tuple[list[tuple[Array, Array]], KVCache]:
+    """Attention of each region's rows to the pages that policies select for them."""
+    outs, cut, policies = [], batch.num_decode_rows, sparse.policies
+    if sparse.decode is not None and policies.decode is not None:
+        out, kv = attend_decode(policies.decode, q[:cut], kv, layer, sparse.decode, attention)
+        outs.append(out)
+    elif batch.decode is not None:
+        outs.append(attention(q[:cut], batch.decode))
+    if sparse.prefill is not None and (prefill := batch.prefill) is not None:
+        dense = functools.partial(attention, q[cut:], prefill)
+        out, kv = attend_prefill(policies, q[cut:], kv, layer, sparse.prefill, attention, dense)
+        outs.append(out)
+    return outs, kv
+
+
+def rotate_and_write(
+    heads: Float[Array, "rows heads H"],
+    kv: KVCache,
+    layer: int | Int[Array, ""],
+    batch: StepBatch,
+    num_kv_heads: int,
+) -> tuple[Float[Array, "rows N H"], KVCache]:
+    """Rotated queries, and the cache with this step's keys and values, and with what policies keep of them."""
+    q, kv = _rotate_and_write(heads, kv, layer, batch, num_kv_heads)
+    if batch.sparse is not None and (page_meta := batch.sparse.policies.page_meta):
+        kv = fold(kv, layer, page_meta, heads.shape[2], batch.page_ids, batch.page_offsets)
+    return q, kv
+
+
+def _rotate_and_write(
+    heads: Array, kv: KVCache, layer: int | Array, batch: StepBatch, num_kv_heads: int
+) -> tuple[Array, KVCache]:
     assert batch.rotation is not None, "not prepared"
     cos, sin = batch.rotation
     if on_hopper(batch.decode, batch.prefill):
@@ -130,7 +186,12 @@ def _rotate_and_write(heads: Array, kv: KVCache, layer: int | Array, batch: Step
         if reason is None:
             return rope_kv_write.rope_kv_write(heads, (cos, sin), kv, layer, batch.page_ids, batch.page_offsets)
         say_once("the write of keys and values", reason)
-    K = kv.num_heads(heads.shape[2])
+    K, padded = num_kv_heads, kv.num_heads(heads.shape[2])
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)
     q, k = (apply_rope(x, (cos[:, :1], sin[:, :1])) for x in (q, k))
+    if padded > K:
+        more = padded - K
+        q, k, v = (
+            jnp.pad(x, ((0, 0), (0, count), (0, 0))) for x, count in ((q, q.shape[1] // K * more), (k, more), (v, more))
+        )
     return q, write_kv(kv, layer, k, v, batch.page_ids, batch.page_offsets)

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from jaxserve.layers.attention import AttentionSpec, attend, on_hopper, prepare_batch
 from jaxserve.layers.dense import PlainNorm, dense_weights, layer_numbers, run_dense_layers
 from jaxserve.layers.kv_cache import KVCache, StepBatch
+from jaxserve.layers.sparse.hooks import LayerPolicies, SparseAttention
 from jaxserve.pallas_kernels.paged_attention import Implementation
 from jaxserve.pallas_kernels.target import layers_a_turn
 
@@ -63,6 +64,8 @@ class DecoderModel(Protocol):
     def plain_norm(self) -> PlainNorm | None: ...  # None: layers are not plain, see `jaxserve.layers.dense`
     @property
     def has_experts(self) -> bool: ...
+    @property
+    def sparse(self) -> SparseAttention | None: ...
     def attention_spec(self, kind: str) -> AttentionSpec: ...
     def embed(self, params: Params, token_ids: Array) -> Array: ...
     def layer(self, p: Params, kind: str, x: Array, attend: Attend) -> Array: ...
@@ -99,11 +102,16 @@ def forward(
         rows = jnp.concatenate([model.embed(params, batch.token_ids[:cut]), frontier])
 
     def run(carry: Carry, part: StepBatch, lo: int, hi: int) -> Carry:
-        rows, kv, experts_read = carry
-        if lo == hi or not rows.shape[0]:
+        if lo == hi or not carry[0].shape[0]:
             return carry
-        batches = {k: prepare_batch(part, kv[k], model.attention_spec(k), implementation) for k in kv}
-        if dense := _dense_layers(model, params["layers"], batches, rows.shape[0]):
+        for first, last, policies in model.sparse.segments(lo, hi) if model.sparse else [(lo, hi, None)]:
+            carry = run_alike(carry, part, first, last, policies)
+        return carry
+
+    def run_alike(carry: Carry, part: StepBatch, lo: int, hi: int, policies: LayerPolicies | None) -> Carry:
+        rows, kv, experts_read = carry
+        batches = {k: prepare_batch(part, kv[k], model.attention_spec(k), implementation, policies) for k in kv}
+        if policies is None and (dense := _dense_layers(model, params["layers"], batches, rows.shape[0])):
             kind, weights, norm = dense
             spec = model.attention_spec(kind)
             rows, cache = run_dense_layers(weights, norm, lo, hi, rows, kv[kind], batches[kind], spec, implementation)

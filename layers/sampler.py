@@ -43,6 +43,7 @@ class SequenceState:
     page_table: Array  # i32 [Z, max_pages]
     token_ids: Array  # i32 [Z], the last sampled token
     positions: Array  # i32 [Z], tokens whose KV is written = position of the next query
+    prompt_lens: Array  # i32 [Z]; before the sequence's first prefill row, those of the slot's last owner
     stopped: Array  # bool [Z], hit EOS or a stop id; later rows write the null page
 
 
@@ -95,6 +96,7 @@ def init_sequences(num_slots: int, max_pages: int) -> SequenceState:
         page_table=jnp.zeros((rows, max_pages), jnp.int32),
         token_ids=jnp.zeros(rows, jnp.int32),
         positions=jnp.zeros(rows, jnp.int32),
+        prompt_lens=jnp.zeros(rows, jnp.int32),
         stopped=jnp.ones(rows, bool),
     )
 

@@ -27,6 +27,7 @@ class SchedulerConfig:
     prefill: Literal["chunked", "layered", "auto"] = "chunked"  # see chunked.py, layered.py; auto: what is quicker
     target_tbt_ms: float | None = None  # of a step with prompts and decodes; None = 512 tokens' work for all layers
     prefill_order: Literal["fcfs", "shortest", "slack"] = "fcfs"  # see overtaking.py; not for chunked prefill
+    share_answers: bool = True  # pages with tokens of answers are published too, see prefix_cache.py
     padded_decode_rows: tuple[int, ...] = ()  # ascending; what the runner pads the decode rows beside prompts to
 
     def __post_init__(self) -> None:

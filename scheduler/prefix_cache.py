@@ -7,6 +7,9 @@ no choice of salt or tokens can imitate another.
 
 Keys of prompt pages are made when a request arrives, keys of output pages when they are published, each once in the
 life of a request: `Scheduler.schedule` never hashes.
+
+Where the keys and values of a token depend on whether it was in a prompt or in an answer, as under sparse attention,
+`share_answers` is False: then only the full pages of a prompt have keys, to publish them by and to find others'.
 """
 
 import hashlib
@@ -20,8 +23,8 @@ from jaxserve.scheduler.request import Request
 class PrefixCache:
     """Makes keys and looks them up; the pages themselves, their keys and their LRU order belong to the pool."""
 
-    def __init__(self, pool: PagePool, *, enabled: bool = True):
-        self.enabled = enabled
+    def __init__(self, pool: PagePool, *, enabled: bool = True, share_answers: bool = True):
+        self.enabled, self._share_answers = enabled, share_answers
         self._pool = pool
         self._page_size = pool.page_size
 
@@ -48,7 +51,9 @@ class PrefixCache:
     def start(self, request: Request, num_pages: int) -> None:
         """`request` begins (again) with `num_pages` published pages in its table."""
         request.num_published_pages = num_pages
-        request.publish_at = (num_pages + 1) * self._page_size if self.enabled else sys.maxsize
+        next_end = (num_pages + 1) * self._page_size
+        publishes = self.enabled and self._num_shared(request, next_end) > num_pages
+        request.publish_at = next_end if publishes else sys.maxsize
 
     def publish(self, request: Request, num_written: int) -> None:
         """Publishes the full pages among the first `num_written` tokens.
@@ -56,7 +61,7 @@ class PrefixCache:
         The caller answers for it that these tokens are committed and that their KV is written, through the last layer,
         by committed steps.
         """
-        num_full = num_written // self._page_size
+        num_full = self._num_shared(request, num_written)
         self._extend_keys(request, num_full)
         for index in range(request.num_published_pages, num_full):
             self._pool.publish(request.page_ids[index], request.page_keys[index])
@@ -68,6 +73,10 @@ class PrefixCache:
 
     def has_published_prompt(self, request: Request) -> bool:
         return request.num_published_pages >= request.num_prompt_tokens // self._page_size
+
+    def _num_shared(self, request: Request, num_tokens: int) -> int:
+        """How many of the pages that the first `num_tokens` fill may be shared."""
+        return (num_tokens if self._share_answers else min(num_tokens, request.num_prompt_tokens)) // self._page_size
 
     def _extend_keys(self, request: Request, num_pages: int) -> None:
         keys = request.page_keys

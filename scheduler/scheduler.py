@@ -49,7 +49,7 @@ class Scheduler:
         assert prefill is not None or config.prefill == "chunked", "only the engine knows the layers and programs"
         self.config = config
         self.pool = pool
-        self.cache = PrefixCache(pool, enabled=enable_prefix_caching)
+        self.cache = PrefixCache(pool, enabled=enable_prefix_caching, share_answers=config.share_answers)
         self.waiting = WaitingQueue(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self.running = RunningSet(config.max_num_seqs)
         self._prefill = prefill or ChunkedPrefill(config)

@@ -10,7 +10,7 @@ all are the identity.
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from jaxserve.sharding.collectives import axis_size
 
@@ -43,6 +43,11 @@ def merge_over_kv(out: Float[Array, "rows N H"], lse: Float[Array, "rows N"]) ->
     total = jnp.sum(weights, axis=0)  # 0 where no rank has seen anything
     merged = jnp.sum(outs.astype(jnp.float32) * weights[..., None], axis=0)
     return (merged / jnp.where(total == 0.0, 1.0, total)[..., None]).astype(out.dtype)
+
+
+def sum_over_kv(x: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
+    """The sum over the ranks of `kv`, on all of them."""
+    return x if axis_size(AXIS) == 1 else jax.lax.psum(x, AXIS)
 
 
 def _pack(out: Array, lse: Array) -> Array:

@@ -54,6 +54,9 @@ def param_specs(params: Any, axes: Mapping[str, Axes]) -> Any:
 
 
 def kv_specs(kv: Any) -> Any:
-    """The specs of KV caches: pages [L, P, page_size, K, H], and what there is once a head, [L, K]."""
-    pages, heads = spec_of((None, "pages", None, "kv_heads", None)), spec_of((None, "kv_heads"))
-    return jax.tree.map(lambda leaf: pages if leaf.ndim == 5 else heads, kv)
+    """The specs of KV caches, by the names of their fields: k and v [L, P, page_size, K, H], meta [L, P, K, M], carry
+    [L, Z, K, C], and scales [L, K].
+    """
+    pages, heads = (None, "pages", None, "kv_heads", None), (None, "kv_heads")
+    own = {"k": pages, "v": pages, "meta": (None, "pages", "kv_heads", None), "carry": (None, None, "kv_heads", None)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: spec_of(own.get(path[-1].name, heads)), kv)

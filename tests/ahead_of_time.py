@@ -1,12 +1,12 @@
 """Compiles step programs for an accelerator that is not here and prints what became of them as JSON; run as a script.
 
-    python tests/ahead_of_time.py cpu | tpu | tpu-experts | cuda
+    python tests/ahead_of_time.py cpu | tpu | tpus | cuda
 
 The model is a small Llama in bfloat16, with its layers in the target's form and a KV cache that is larger than its
 weights. Nothing is allocated: arguments are shapes. A process of its own, since libtpu reads its environment once.
-The steps use the kernels for the target, an H200 or a v5e, which are also compiled one by one, for a v6e too. On cuda
-and tpu the steps are compiled for two devices too, with either kind of parallelism. With tpu-experts the experts of a
-mixture are compiled, at more sizes and for all families of TPU, and decode steps of a small mixture.
+The steps use the kernels for the target, an H200 or a v5e, which are also compiled one by one, for a v6e. On cuda and
+tpu the steps are compiled for two devices too, with either kind of parallelism. With tpus the kernels are compiled for
+all families of TPU, those of experts at more sizes, and decode steps of a small mixture.
 """
 
 import collections
@@ -246,7 +246,7 @@ def kernels_of(compile_it: Callable[[], Any]) -> dict:
 
 def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: str) -> Any:
     N, K, H = shape.heads
-    position, num_pages = position_shape(K, H, platform), 256
+    position, num_pages = position_shape(K, H, shape.dtype, platform), 256
     if platform == "tpu":  # a GiB of keys, which no copy of can be put into the vector memory
         num_pages = 2**30 // (2 * shape.page_size * K * H * jnp.dtype(shape.dtype).itemsize)
     pages, scale = struct((2, num_pages, shape.page_size, *position), shape.dtype), None
@@ -349,8 +349,8 @@ def compile_step(model, shape: StepShape, platform: str, place: Sharding, args) 
     return found
 
 
-def experts_on_tpus() -> dict:
-    kernels = {
+def more_on_tpus() -> dict:
+    experts = {
         f"{family}_{name}": compile_on_tpu(shape, family)
         for family in ("v5e", "v5p", "v6e", "tpu7x")
         for name, shape in MORE_TPU_EXPERTS.items()
@@ -365,12 +365,18 @@ def experts_on_tpus() -> dict:
         rank_model = model.on(mesh)
         split = on_mesh(rank_model, args, mesh)
         programs[name] = compile_step(rank_model, SHAPES["decode"], "tpu", replicated(mesh), split)
-    return {"kernels": kernels, "programs": programs, "weights_bytes": num_bytes(args[0])}
+    attention = {
+        f"{family}_{name}": compile_on_tpu(shape, family)
+        for family in ("v5e", "v5p", "tpu7x")
+        for name, shape in TPU_KERNELS.items()
+    }
+    weights_bytes = num_bytes(args[0])
+    return {"attention": attention, "experts": experts, "programs": programs, "weights_bytes": weights_bytes}
 
 
 def main(platform: str) -> None:
-    if platform == "tpu-experts":
-        print(json.dumps(experts_on_tpus()))
+    if platform == "tpus":
+        print(json.dumps(more_on_tpus()))
         return
     model = get_model(LLAMA)
     devices = targets(platform)
@@ -379,9 +385,7 @@ def main(platform: str) -> None:
     result: dict = {"weights_bytes": num_bytes(args[0]), "cache_bytes": num_bytes(args[1])}
     if platform == "tpu":
         result["kernels"] = {
-            f"{family}_{name}": compile_on_tpu(shape, family)
-            for family in ("v5e", "v6e")
-            for name, shape in (TPU_KERNELS | TPU_EXPERTS).items()
+            f"v6e_{name}": compile_on_tpu(shape, "v6e") for name, shape in (TPU_KERNELS | TPU_EXPERTS).items()
         }
     if platform == "cuda":
         struct = functools.partial(jax.ShapeDtypeStruct, sharding=place)

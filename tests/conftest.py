@@ -18,6 +18,7 @@ if jax.__version_info__ >= (0, 12):  # the interpreter of an older one is not te
 
 # Functions only: modules that define pytrees stay out, since a check of their fields breaks trees of shapes.
 layers = ("attention", "contract", "decoder", "embedding", "linear", "mlp", "moe", "norm", "rope")
+layers += ("sparse.page_meta", "sparse.selection")
 kernels = ("paged_attention.reference", "paged_attention.xla")
 sharding = ("collectives", "kv_parallel")
 parts = {"layers": layers, "pallas_kernels": kernels, "sharding": sharding}

@@ -70,8 +70,7 @@ def test_steps_of_two_devices_copy_neither_the_weights_nor_the_cache(platform):
 def test_kernels_for_tpus_fit_their_memory_and_copy_neither_pages_nor_weights():
     """A compile that needs too much vector memory fails. Keys are 512 MiB a layer, as values; experts 150 or 1,200."""
     kernels = compiled_for("tpu")["kernels"]
-    assert {name.partition("_")[0] for name in kernels} == {"v5e", "v6e"}
-    assert sum("experts" in name for name in kernels) == 4
+    assert sum("experts" in name for name in kernels) == 2
     for name, kernel in kernels.items():
         assert kernel["temp_bytes"] < 4 << 20, name
         assert kernel["calls"] == (2 if "experts" in name else 1), name
@@ -79,22 +78,32 @@ def test_kernels_for_tpus_fit_their_memory_and_copy_neither_pages_nor_weights():
 
 @pytest.mark.full
 @needs("libtpu")
+def test_attention_compiles_for_other_tpus():
+    """On a v5p, which has two cores, the compiler counts their vector memory among what is temporary."""
+    kernels = compiled_for("tpus")["attention"]
+    assert {name.partition("_")[0] for name in kernels} == {"v5e", "v5p", "tpu7x"}
+    for name, kernel in kernels.items():
+        assert kernel["calls"] == 1, name
+        assert kernel["temp_bytes"] < (160 << 20 if "v5p" in name else 32 << 20), name  # keys of a layer are 512 MiB
+
+
+@pytest.mark.full
+@needs("libtpu")
 def test_experts_on_tpus_are_read_where_they_lie():
-    experts = compiled_for("tpu-experts")["kernels"]
+    experts = compiled_for("tpus")["experts"]
     assert {name.partition("_")[0] for name in experts} == {"v5e", "v5p", "v6e", "tpu7x"}
     for name, kernel in experts.items():
         many = int(name.split("_")[2]) > 256  # tokens: then their rows are what memory there is
         assert kernel["calls"] == 2, name
-        assert kernel["temp_bytes"] < (128 * 3 * 2048 * 768 * 2 / 2 if many else 32 << 20), (
-            name
-        )  # half a layer's weights
+        half_a_layer = 128 * 3 * 2048 * 768 * 2 / 2
+        assert kernel["temp_bytes"] < (half_a_layer if many else 32 << 20), name
 
 
 @pytest.mark.full
 @needs("libtpu")
 def test_steps_of_a_mixture_on_tpus_use_the_kernels():
     """Attention, the experts and their sum, in each of eight layers."""
-    found = compiled_for("tpu-experts")
+    found = compiled_for("tpus")
     assert set(found["programs"]) == {"one", "tp", "kv"}
     for name, program in found["programs"].items():
         assert program["kernels"] == 3 * 8, name
@@ -103,9 +112,9 @@ def test_steps_of_a_mixture_on_tpus_use_the_kernels():
 
 @needs("libtpu")
 def test_steps_on_tpus_use_the_attention_kernel():
+    """A turn of the loop takes one layer: it writes keys and values, and attends to pages in one region or in two."""
     programs = compiled_for("tpu")["programs"]
-    assert programs["decode"]["kernels"] >= 1
-    assert programs["mixed"]["kernels"] >= 2 * programs["decode"]["kernels"]
+    assert {name: program["kernels"] for name, program in programs.items()} == {"decode": 2, "mixed": 3, "layered": 7}
 
 
 @pytest.mark.full

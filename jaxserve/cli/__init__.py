@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import batch, bench, chat, compile, convert, generate, info, plan, serve
+from jaxserve.cli import batch, bench, chat, compile, convert, evaluate, generate, info, plan, serve
 from jaxserve.cli.options import require_command
 from jaxserve.exceptions import EngineDeadError, JaxserveError
 
@@ -26,6 +26,7 @@ for command in (
     generate.generate, chat.chat, serve.serve, batch.batch, convert.convert, info.info, plan.plan, compile.compile,
 ):  # fmt: skip
     app.command()(command)
+app.command("eval")(evaluate.evaluate)
 app.add_typer(bench.app, name="bench")
 
 
@@ -59,9 +60,8 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code.
 
-    0: done; 1: the engine died, or nobody reads our output; 2: the caller's mistake; 3: `batch` has failed rows,
-    `plan` or `compile` found
-    that nothing fits; 130: Ctrl-C.
+    0: done; 1: the engine died, or nobody reads our output; 2: the caller's mistake; 3: `batch` has failed rows, `plan`
+    or `compile` found that nothing fits; 130: Ctrl-C.
 
     Raises:
         Exception: whatever is neither; it is a defect of ours, and its traceback should be seen.

@@ -33,6 +33,7 @@ COMPILE_OPTIONS = {
         "page_size",
         "num_pages",
         "kv_cache_dtype",
+        "sparse_attention",
         "device_memory_utilization",
         "kv_cache_memory_bytes",
         "tensor_parallel_size",

@@ -58,5 +58,5 @@ def describe_model(name: str, load_format: str) -> dict[str, Any]:
         **config,
         "num_params": sum(leaf.size for leaf in leaves),
         "weights_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
-        "kv_bytes_per_token": kv_bytes_per_token(model.config, 2),
+        "kv_bytes_per_token": kv_bytes_per_token(model.config, "bfloat16", jax.default_backend()),
     }

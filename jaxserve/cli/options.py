@@ -93,6 +93,12 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
         "groups of layers), or slack (the earliest deadline that can be met).",
         unset="fcfs",
     ),
+    "sparse_attention": Opt(
+        str,
+        "Read some pages of the KV cache only: quest, lserve or streaming_llm for answers, or JSON such as "
+        """'{"decode": {"policy": "quest", "budget": 1024}}', see docs/sparse_attention.md.""",
+        unset="all are read",
+    ),
     "async_scheduling": Opt(bool, "Schedule the next step while the device runs this one.", unset="on"),
     "warm_up": Opt(
         str,

@@ -27,6 +27,7 @@ from jaxserve.layers.linear import fan_in, ones, param, zeros
 from jaxserve.layers.mlp import Act
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import RopeScaling, rope_frequencies
+from jaxserve.layers.sparse import SparseAttention
 from jaxserve.sharding.heads import head_layout
 from jaxserve.sharding.placement import Placement, placement
 from jaxserve.sharding.rules import param_specs
@@ -69,6 +70,8 @@ class ModelConfig:
     attn_soft_cap: float | None = None
     final_soft_cap: float | None = None
 
+    kv_head_copies: int = 1  # on a mesh, ranks of tp that have the same KV head, with other query heads
+
     num_experts: int = 0  # 0 = a dense MLP
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -100,6 +103,7 @@ class ModelConfig:
     def attention_spec(self, kind: str) -> AttentionSpec:
         return AttentionSpec(
             num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             scale=self.head_dim**-0.5 if self.query_scale is None else self.query_scale,
             sliding_window=self.sliding_window if kind == "sliding" else None,
             soft_cap=self.attn_soft_cap,
@@ -179,6 +183,7 @@ class Model:
     translate_fn: Callable[[str], Target | None]
     plain: bool = False  # whether `layer_fn` is what `jaxserve.layers.dense` calls plain
     mesh: Mesh | None = None  # given, this is the model as each of its ranks runs it, see `on`
+    sparse: SparseAttention | None = None  # which pages attention reads; None = all
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -219,7 +224,10 @@ class Model:
             return self.config
         heads = head_layout(self.config.num_heads, self.config.num_kv_heads, **mesh.shape)
         return dataclasses.replace(
-            self.config, num_heads=heads.num_heads_per_rank, num_kv_heads=heads.num_kv_heads_per_rank
+            self.config,
+            num_heads=heads.num_heads_per_rank,
+            num_kv_heads=heads.num_kv_heads_per_rank,
+            kv_head_copies=max(1, mesh.shape["tp"] // self.config.num_kv_heads),
         )
 
     def on(self, mesh: Mesh | None) -> "Model":

@@ -5,8 +5,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxserve.config import (
     DeviceMemory,
     EngineConfig,
@@ -99,7 +97,7 @@ def memory_of(config: EngineConfig, model: Model, device: DeviceMemory) -> Memor
         config=own,
         leaf_bytes=leaves,
         reserve_bytes=device.limit_bytes - int(device.limit_bytes * config.cache.device_memory_utilization),
-        kv_token_bytes=kv_bytes_per_token(own, jnp.dtype(config.kv_dtype).itemsize),
+        kv_token_bytes=kv_bytes_per_token(own, config.kv_dtype, device.platform),
         scheduler=scheduler,
         runner=runner,
     )

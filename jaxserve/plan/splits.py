@@ -55,7 +55,7 @@ class Question:
     def device_memory(self) -> DeviceMemory:
         device = self.topology.device
         fraction = self.memory_fraction if device.platform == "gpu" else 1.0
-        return DeviceMemory(on_cpu=False, limit_bytes=int(device.memory_bytes * fraction))
+        return DeviceMemory(platform=device.platform, limit_bytes=int(device.memory_bytes * fraction))
 
 
 def splits_of(question: Question) -> Iterator[SplitPlan]:

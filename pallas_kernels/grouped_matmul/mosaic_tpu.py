@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.grouped_matmul import mosaic_tpu_combine, mosaic_tpu_kernel as kernel
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu_kernel import UNIT, Scalars, Tiling
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu_rows import LANES, word_rows
@@ -46,7 +47,7 @@ def fused_moe(
 ) -> tuple[Array, Array]:
     """See the package's `fused_moe`."""
     (T, D), (_, E, _, F) = x.shape, down.shape
-    sizes = tiling(T, top_k, logits.shape[1], D, F, chip())
+    sizes = tiling(T, top_k, logits.shape[1], D, F, tpu.chip())
     weights, chosen = choices(logits, top_k, normalize)
     local = chosen - first_expert
     here = (local >= 0) & (local < E)
@@ -94,11 +95,6 @@ def scalars_of(
         num_rows=work.num_rows,
         tokens=jnp.pad(pairs % T, (0, UNIT)),
     )
-
-
-def chip() -> pltpu.TpuInfo:
-    """What programs are made for."""
-    return pltpu.get_tpu_info()
 
 
 def tiling(num_tokens: int, top_k: int, num_experts: int, D: int, F: int, info: pltpu.TpuInfo) -> Tiling:

@@ -17,11 +17,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxserve.pallas_kernels.paged_attention.mosaic_tpu import unsupported_rows
 from jaxserve.pallas_kernels.paged_attention.types import KVCache
 
-RUN = 16  # rows; divides what pages hold
+RUN = 16  # rows
+MAX_ROWS = 64 * 1024  # their pages and offsets take 512 KiB of the scalar memory, which has 1 MiB
 
 
-def unsupported(kv: KVCache) -> str | None:
-    """Why the kernel cannot write to this cache; None if it can."""
+def unsupported(kv: KVCache, num_rows: int) -> str | None:
+    """Why the kernel cannot write so many rows to this cache; None if it can."""
+    if num_rows > MAX_ROWS:
+        return f"a step may have {MAX_ROWS} rows, got {num_rows}"
+    if kv.k.shape[3] == 1:
+        return "positions of one row lie in tiles of memory with others, and a tile is the least that can be copied"
     return unsupported_rows(kv)
 
 
@@ -68,8 +73,9 @@ def _kernel(layer: Any, page_ids: Any, offsets: Any, k: Any, v: Any, _k: Any, _v
         t, runs, singles = state
         page, offset = page_ids[t], offsets[t]
         last = jnp.minimum(t + RUN, num_rows) - 1
-        follow = (last == t + RUN - 1) & (page_ids[last] == page) & (offsets[last] == offset + RUN - 1)
-        run, single = follow & (page > 0), ~follow & (page > 0)
+        # A page but 0 holds one sequence's rows, so that between two of them so far apart there are no others
+        run = (page > 0) & (last == t + RUN - 1) & (page_ids[last] == page) & (offsets[last] == offset + RUN - 1)
+        single = (page > 0) & ~run
         for condition, count in ((run, RUN), (single, 1)):
             if count <= num_rows:
 
@@ -78,7 +84,7 @@ def _kernel(layer: Any, page_ids: Any, offsets: Any, k: Any, v: Any, _k: Any, _v
                     for copy in copies(t, page, offset, count):
                         copy.start()
 
-        return t + jnp.where(follow, RUN, 1), runs + run.astype(jnp.int32), singles + single.astype(jnp.int32)
+        return t + jnp.where(run, RUN, 1), runs + run.astype(jnp.int32), singles + single.astype(jnp.int32)
 
     zero = jnp.int32(0)
     _, runs, singles = lax.while_loop(lambda state: state[0] < num_rows, step, (zero, zero, zero))

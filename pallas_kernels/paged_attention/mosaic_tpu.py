@@ -5,16 +5,13 @@ alone would be padded to 128. The queries of each are then zero in the other's h
 is used. A head of 256 lies in two rows.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.pallas_kernels.paged_attention import mosaic_tpu_kernel as kernel, tpu_work
-from jaxserve.pallas_kernels.paged_attention.types import FP8, AttentionBatch, KVCache
+from jaxserve.pallas_kernels.paged_attention.types import FP8, LANES, AttentionBatch, KVCache, whole_rows
 
-LANES = 128
-PAGE_TABLE_ENTRIES = 128 * 1024  # half of the scalar memory of a TPU
+MAX_PAGES = 32 * 1024  # of a sequence: three tables take 384 KiB of the scalar memory, which has 1 MiB
 
 
 def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
@@ -32,25 +29,23 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
         return f"a page must have a multiple of {tile} rows of {LANES} numbers, got {rows}"
     if batch.own_lens is not None:
         return "rows must see all tokens of the pages in their tables: they hold one rank's pages"
-    if (entries := math.prod(batch.page_table.shape)) > PAGE_TABLE_ENTRIES:
-        return f"the page table may have {PAGE_TABLE_ENTRIES} entries, got {entries}"
+    if (pages := batch.page_table.shape[1]) > MAX_PAGES:
+        return f"a sequence may have {MAX_PAGES} pages, got {pages}"
     return None
 
 
 def unsupported_rows(kv: KVCache) -> str | None:
     """Why kernels cannot move the positions of this cache as they lie; None if they can.
 
-    Tiles of memory would pad the rows of other positions, and XLA would give a kernel, which takes the cache as a
-    matrix of rows, a copy of it. Found by compiling for v5e, v5p, v6e and 7x.
+    What is padded would be copied for a kernel, which takes the cache as a matrix of rows.
     """
     position_rows, lanes = kv.k.shape[3:]
     if kv.k.dtype not in (jnp.bfloat16, FP8):
         return f"the cache must be bfloat16 or float8_e4m3fn, got {kv.k.dtype}"
     if lanes != LANES:
         return f"the cache must have rows of {LANES} numbers, as on a TPU, got {lanes}"
-    whole = (1, 4) if kv.k.dtype == FP8 else (1, 2, 4)
-    if position_rows not in whole and position_rows % 8:
-        numbers = ", ".join(map(str, whole))
+    if not whole_rows(position_rows, kv.k.dtype):
+        numbers = "1, 4" if kv.k.dtype == FP8 else "1, 2, 4"
         return f"the KV heads of a position must fill {numbers} or a multiple of 8 rows of {LANES}, got {position_rows}"
     return None
 
@@ -92,7 +87,6 @@ def paged_attention(
         _tiles(queries, work, sizes),
         (kv.k.reshape(L, P, -1, lanes), kv.v.reshape(L, P, -1, lanes)),
         layer,
-        batch.page_table,
         work,
         sizes,
         sliding_window=sliding_window,

@@ -26,6 +26,7 @@ from jaxserve.pallas_kernels.paged_attention.tpu_work import Tiling, Work
 NOTHING = -1e30  # score of what a row must not see; finite, so that exp(NOTHING - NOTHING) is not NaN
 LOG2_E = math.log2(math.e)
 LANES = 128  # of a register
+TABLES = 3
 WHOLE, MASKED = 8, 2  # passes in one turn of a loop at most, over blocks without and with a mask: a long compile
 
 
@@ -33,7 +34,6 @@ class Scalars(NamedTuple):
     """In scalar memory, before the kernel starts."""
 
     layer: Any  # i32 [1]
-    page_table: Any  # i32 [S * max_pages]
     num_tiles: Any  # i32 [1]
     blocks: Any  # i32 [tiles], and so are the others
     sequences: Any
@@ -50,11 +50,26 @@ class Blocks(NamedTuple):
     arrived: Any  # DMA semaphores [2 (keys, values), 2 (buffers)]
 
 
+class Tables(NamedTuple):
+    """The page tables, and where those of a tile's sequence and of the two that follow are put: all do not fit."""
+
+    tables: Any  # i32 [S, 1, max_pages], in HBM
+    rows: Any  # i32 [TABLES, max_pages], in scalar memory
+    arrived: Any  # DMA semaphores [TABLES]
+
+    def copy(self, tile: Any, scalars: Scalars, sizes: Tiling) -> Any:
+        row = self.row_of(tile, sizes)
+        sequence = self.tables.at[scalars.sequences[tile], 0]
+        return pltpu.make_async_copy(sequence, self.rows.at[row], self.arrived.at[row])
+
+    def row_of(self, tile: Any, sizes: Tiling) -> Any:
+        return jax.lax.rem(tile // sizes.cores, TABLES)
+
+
 def attend(
     q: Array,  # [blocks, passes, rows, lanes of a head], scaled
     pages: tuple[Array, Array],  # keys and values, [L, P, page_size * position_rows, lanes]
     layer: int | Array,
-    page_table: Array,  # i32 [S, max_pages]
     work: Work,
     sizes: Tiling,
     *,
@@ -70,9 +85,7 @@ def attend(
     of_block = lambda core, t, *scalars: (Scalars(*scalars).blocks[t * sizes.cores + core], 0, 0, 0)  # noqa: E731
     tile = pl.BlockSpec((1, passes, rows, head_lanes), of_block)
     wide = [pltpu.VMEM((block_rows, lanes), jnp.float32)] * (0 if sizes.together else 2)
-    kernel = functools.partial(
-        _kernel, sizes=sizes, max_pages=page_table.shape[1], sliding_window=sliding_window, soft_cap=soft_cap
-    )
+    kernel = functools.partial(_kernel, sizes=sizes, sliding_window=sliding_window, soft_cap=soft_cap)
     call = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -81,14 +94,15 @@ def attend(
             in_specs=[
                 tile,
                 pl.BlockSpec(work.distances.shape, lambda core, t, *_: (0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
-                pl.BlockSpec(memory_space=pl.ANY),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * 3,
             ],
             out_specs=[tile, pl.BlockSpec((1, passes, 1, rows), of_block)],
             scratch_shapes=[
                 pltpu.VMEM((2, block_rows, lanes), pages[0].dtype),
                 pltpu.VMEM((2, block_rows, lanes), pages[1].dtype),
                 pltpu.SemaphoreType.DMA((2, 2)),
+                pltpu.SMEM((TABLES, work.tables.shape[2]), jnp.int32),
+                pltpu.SemaphoreType.DMA((TABLES,)),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.VMEM((passes, rows, head_lanes), jnp.float32),
                 pltpu.VMEM((passes, rows, LANES), jnp.float32),
@@ -108,7 +122,6 @@ def attend(
     )
     scalars = Scalars(
         layer=jnp.asarray(layer, jnp.int32).reshape(1),
-        page_table=page_table.reshape(-1),
         num_tiles=work.num_tiles,
         blocks=work.blocks,
         sequences=work.sequences,
@@ -116,19 +129,20 @@ def attend(
         first_pages=work.first_pages,
         ends=work.ends,
     )
-    out, lse = call(*scalars, q, work.distances, *pages)
+    out, lse = call(*scalars, q, work.distances, work.tables, *pages)
     return out, lse[:, :, 0]
 
 
-def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | None, soft_cap: float | None) -> None:
+def _kernel(*refs: Any, sizes: Tiling, sliding_window: int | None, soft_cap: float | None) -> None:
     scalars, refs = Scalars(*refs[: len(Scalars._fields)]), refs[len(Scalars._fields) :]
-    q, distances, k_pages, v_pages = refs[:4]  # [1, passes, rows, lanes], [rows, columns], HBM, HBM
-    out, lse = refs[4:6]  # [1, passes, rows, lanes], [1, passes, 1, rows]
-    k_buffers, v_buffers, arrived, turns = refs[6:10]  # turns [1]: blocks so far, of all tiles
-    acc, top, total = refs[10:13]  # [passes, rows, lanes or 128], of the softmax
-    wide = refs[13:]  # float32 [block * position_rows, lanes] for keys and for values, with several passes
+    q, distances, all_tables, k_pages, v_pages = refs[:5]  # [1, passes, rows, lanes], [rows, columns], HBM, HBM, HBM
+    out, lse = refs[5:7]  # [1, passes, rows, lanes], [1, passes, 1, rows]
+    k_buffers, v_buffers, arrived, table_rows, table_arrived, turns = refs[7:13]  # turns [1]: blocks so far
+    acc, top, total = refs[13:16]  # [passes, rows, lanes or 128], of the softmax
+    wide = refs[16:]  # float32 [block * position_rows, lanes] for keys and for values, with several passes
     blocks = Blocks((k_pages, v_pages), (k_buffers, v_buffers), arrived)
-    move = functools.partial(_move, scalars=scalars, blocks=blocks, sizes=sizes, max_pages=max_pages)
+    tables = Tables(all_tables, table_rows, table_arrived)
+    move = functools.partial(_move, scalars=scalars, blocks=blocks, tables=tables, sizes=sizes)
     core, num_tiles = pl.program_id(0), scalars.num_tiles[0]
     tile = pl.program_id(1) * sizes.cores + core
     num_blocks = pl.cdiv(_num_pages(tile, scalars, sizes), sizes.pages)
@@ -139,13 +153,30 @@ def _kernel(*refs: Any, sizes: Tiling, max_pages: int, sliding_window: int | Non
 
         @pl.when(tile < num_tiles)
         def _():
+            start(tables.copy(tile, scalars, sizes))
+
+        @pl.when(tile + sizes.cores < num_tiles)
+        def _():
+            start(tables.copy(tile + sizes.cores, scalars, sizes))
+
+        @pl.when(tile < num_tiles)
+        def _():
+            wait(tables.copy(tile, scalars, sizes))
             move(tile, 0, 0, start)
+
+    @pl.when(tile + 2 * sizes.cores < num_tiles)
+    def _():
+        start(tables.copy(tile + 2 * sizes.cores, scalars, sizes))
 
     def block(i: Array, _: None) -> None:
         buffer = jax.lax.rem(turns[0], 2)
         turns[0] += 1
         done = i + 1 == num_blocks
         next_tile, next_block = jnp.where(done, tile + sizes.cores, tile), jnp.where(done, 0, i + 1)
+
+        @pl.when(done & (next_tile < num_tiles))
+        def _():
+            wait(tables.copy(next_tile, scalars, sizes))
 
         @pl.when(next_tile < num_tiles)
         def _():
@@ -206,14 +237,14 @@ def _num_pages(tile: Any, scalars: Scalars, sizes: Tiling) -> Any:
 
 
 def _move(
-    tile: Any, block: Any, buffer: Any, act: Any, *, scalars: Scalars, blocks: Blocks, sizes: Tiling, max_pages: int
+    tile: Any, block: Any, buffer: Any, act: Any, *, scalars: Scalars, blocks: Blocks, tables: Tables, sizes: Tiling
 ) -> None:
     """Starts, or waits for, the copies of a tile's block of pages into a buffer."""
     page_rows = sizes.page_size * sizes.position_rows
-    first = scalars.sequences[tile] * max_pages + scalars.first_pages[tile] + block * sizes.pages
+    table, first = tables.row_of(tile, sizes), scalars.first_pages[tile] + block * sizes.pages
 
     def page(i: Any, _: None) -> None:
-        page_id = scalars.page_table[first + i]
+        page_id = tables.rows[table, first + i]
         for n, (pages, buffers) in enumerate(zip(blocks.pages, blocks.buffers, strict=True)):
             source = pages.at[scalars.layer[0], page_id]
             target = buffers.at[buffer, pl.ds(i * page_rows, page_rows)]

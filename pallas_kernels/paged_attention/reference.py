@@ -1,5 +1,7 @@
 """Paged attention by its definition, one query row at a time, in float32. Slow; the truth that tests compare with."""
 
+import dataclasses
+
 import numpy as np
 from jax import Array
 
@@ -22,6 +24,8 @@ def paged_attention(
     those of head `n // (N / K)`. Source: arXiv 1706.03762, 2305.13245 (grouped heads), 2004.05150 (sliding window),
     2408.00118 (soft cap).
     """
+    if batch.by_kv_head:
+        return _by_kv_head(q, kv, layer, batch, scale=scale, soft_cap=soft_cap)
     queries = np.asarray(q).astype(np.float32)
     num_rows, num_heads, _ = queries.shape
     out, lse = np.zeros(queries.shape, np.float32), np.full((num_rows, num_heads), -np.inf, np.float32)
@@ -40,6 +44,24 @@ def paged_attention(
         out[row] = np.einsum("nj,jnh->nh", weights / total, values)
         lse[row] = (largest + np.log(total))[:, 0]
     return out, lse
+
+
+def _by_kv_head(
+    q: Array, kv: KVCache, layer: int, batch: AttentionBatch, **options: float | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each KV head by itself, with its own table and the query heads of its group."""
+    K = batch.page_table.shape[1]
+    groups = q.reshape(q.shape[0], K, -1, q.shape[2])
+
+    def head(i: int) -> tuple[np.ndarray, np.ndarray]:
+        scales = (scale if scale is None else scale[:, i : i + 1] for scale in (kv.k_scale, kv.v_scale))
+        k_scale, v_scale = scales
+        own = KVCache(k=kv.k[..., i : i + 1, :], v=kv.v[..., i : i + 1, :], k_scale=k_scale, v_scale=v_scale)
+        pages = dataclasses.replace(batch, page_table=batch.page_table[:, i], kv_lens=batch.kv_lens[:, i])
+        return paged_attention(groups[:, i], own, layer, pages, **options)  # pyright: ignore[reportArgumentType]
+
+    outs, lses = zip(*map(head, range(K)), strict=True)
+    return np.concatenate(outs, axis=1), np.concatenate(lses, axis=1)
 
 
 def query_positions(batch: AttentionBatch, num_rows: int) -> list[tuple[int, int]]:

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.pallas_kernels import tpu
-from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+from jaxserve.pallas_kernels.paged_attention.types import LANES, AttentionBatch, KVCache
 
-LANES = 128  # of a row
 UNSEEN = -(1 << 30)  # as a distance: less than any
 ROWS = 16  # of a tile in bfloat16: rows come in multiples of it
 BLOCK_S = 0.64e-6
@@ -88,6 +87,7 @@ class Work:
     positions: Array  # i32 [tiles], of the first query token
     first_pages: Array  # i32 [tiles], of its sequence: the first that a tile sees
     ends: Array  # i32 [tiles], after the last position that a tile sees
+    tables: Array  # i32 [S, 1, max_pages rounded up to lanes]: a row of it can be copied by itself
     tokens: Array  # i32 [blocks, tokens], the query rows of each block
     slots: Array  # i32 [query rows], where in `tokens` each row is; -1 = nowhere
     distances: Array  # i32 [rows, columns], query token minus position, both counted in the tile and the block
@@ -155,6 +155,7 @@ def plan(batch: AttentionBatch, num_rows: int, sliding_window: int | None, sizes
         positions=positions,
         first_pages=first,
         ends=ends,
+        tables=jnp.pad(batch.page_table, ((0, 0), (0, -batch.page_table.shape[1] % LANES)))[:, None].astype(jnp.int32),
         tokens=tokens.astype(jnp.int32),
         slots=slots.astype(jnp.int32),
         distances=_distances(sizes),

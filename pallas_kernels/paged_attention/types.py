@@ -12,6 +12,14 @@ FP8 = jnp.float8_e4m3fn
 FP8_MAX = 448.0
 
 
+LANES = 128  # numbers in a row of a TPU's memory
+
+
+def whole_rows(position_rows: int, dtype: DTypeLike) -> bool:
+    """Whether a position of so many rows lies in a TPU's memory unpadded. Found by compiling for v5e, v5p, v6e, 7x."""
+    return position_rows in ((1, 4) if jnp.dtype(dtype) == FP8 else (1, 2, 4)) or position_rows % 8 == 0
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
@@ -22,12 +30,17 @@ class KVCache:
     other: [.., K * H / 128, 128].
 
     With pages in float8_e4m3fn, keys are `k_scale * k` and values `v_scale * v`: there is one scale a layer and head.
+
+    Sparse attention (`layers.sparse`) keeps `meta` of each page's keys, where M is up to its policy, and `carry`, which
+    pages each slot's sequence selected last: their numbers in it, ascending, then -1.
     """
 
     k: Array  # [L, P, page_size, K, H]
     v: Array  # [L, P, page_size, K, H]
     k_scale: Array | None = None  # f32 [L, K], above 0; None = 1
     v_scale: Array | None = None
+    meta: Array | None = None  # [L, P, K, M]
+    carry: Array | None = None  # i32 [L, Z, K, C]
 
     @classmethod
     def zeros(
@@ -81,6 +94,10 @@ class AttentionBatch:
     q_len 0 and kv_len 0; rows at and beyond `cu_q_lens[-1]` are padding and come out as zeros.
     In the decode region every sequence has exactly `max_q_len` rows (padding ones too), so that no packing is needed:
     there row `s * max_q_len + j` belongs to s, and a padding sequence has kv_len 0.
+
+    A decode region with one row a sequence may have a table for each KV head (`layers.sparse`): `page_table`
+    [S, K, max_pages] and `kv_lens` [S, K]. Then a row sees, with the heads of each group, all tokens of these pages;
+    only the last one may be part full.
     """
 
     page_table: Array  # i32 [S, max_pages], ids of all ranks' pages, or of this rank's once prepared
@@ -89,5 +106,12 @@ class AttentionBatch:
     # Where the table holds only some pages of each sequence, in order (`sharding.kv_parallel`); None = all of them
     page_numbers: Array | None = None  # i32 [S, max_pages], which page of its sequence each is
     own_lens: Array | None = None  # i32 [S], tokens in them
+    slots: Array | None = None  # i32 [S], of state by slot; for sparse attention, as the next
+    prompt_lens: Array | None = None  # i32 [S], the positions before them are the prompt's; None = all are
     work: Any = None  # what `prepare` made of the above for the implementation in use
     max_q_len: int = dataclasses.field(default=1, metadata={"static": True})  # decode region: query rows a sequence
+
+    @property
+    def by_kv_head(self) -> bool:
+        """Whether each KV head has a table of its own."""
+        return self.page_table.ndim == 3

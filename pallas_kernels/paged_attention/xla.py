@@ -53,9 +53,10 @@ def _decode(q: Array, reader: _Reader) -> tuple[Array, Array]:
     rows, K, G, H = q.shape
     B, Q = reader.batch.kv_lens.shape[0], reader.batch.max_q_len
     W = decode_group(B)
-    order = jnp.argsort(reader.batch.kv_lens) if W < B else jnp.arange(B)  # similar lengths share a group
+    kv_lens = reader.batch.kv_lens.reshape(B, -1)
+    order = jnp.argsort(jnp.max(kv_lens, axis=1)) if W < B else jnp.arange(B)  # similar lengths share a group
     q = q.reshape(B, Q, K, G, H).transpose(0, 2, 1, 3, 4)  # [B, K, Q, G, H]
-    positions = reader.batch.kv_lens[:, None] - Q + jnp.arange(Q)[None]
+    positions = kv_lens[..., None] - Q + jnp.arange(Q)[None, None]
 
     def group(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         mine = jax.lax.dynamic_slice_in_dim(order, i * W, W)
@@ -89,7 +90,7 @@ def _prefill(q: Array, reader: _Reader) -> tuple[Array, Array]:
         positions = jnp.where(row < q_lens[s], batch.kv_lens[s] - q_lens[s] + row, -1)
         start = starts[s] + first
         mine = jax.lax.dynamic_slice_in_dim(padded, start, size).transpose(1, 0, 2, 3)[None]
-        out, lse = _tile(mine, positions[None], s[None], reader)
+        out, lse = _tile(mine, positions[None, None], s[None], reader)
         new = (out[0].transpose(1, 0, 2, 3), lse[0].transpose(1, 0, 2))
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), carry, new)
 
@@ -102,23 +103,23 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     """Attention of query rows to the pages of their sequences.
 
     Args:
-        q: [W, K, Q, G, H]. positions: i32 [W, Q], ascending in Q; -1 or less sees nothing.
+        q: [W, K, Q, G, H]. positions: i32 [W, 1 or K, Q], ascending in Q; -1 or less sees nothing.
         sequences: i32 [W], rows of the batch.
     Returns:
         Output [W, K, Q, G, H] and log-sum-exp [W, K, Q, G], float32.
     """
     W, K, Q, G, H = q.shape
     block = kv_block(W, Q, reader.kv.page_size)
-    first, num_blocks = _visible_blocks(positions, reader.sliding_window, block)
-    kv_lens = reader.batch.kv_lens[sequences]
+    first, num_blocks = _visible_blocks(positions.reshape(W, -1), reader.sliding_window, block)
+    kv_lens = reader.batch.kv_lens[sequences].reshape(W, -1)  # [W, 1 or K]
     if reader.batch.own_lens is not None:
-        kv_lens = reader.batch.own_lens[sequences]
+        kv_lens = reader.batch.own_lens[sequences][:, None]
         first, num_blocks = jnp.zeros_like(first), jnp.max(-(-kv_lens // block))
     dtype = matmul_dtype(Q * G, q.dtype)
     scales = reader.kv.layer_scales(reader.layer)
     k_scale, v_scale = (1.0, 1.0) if scales is None else (scale[None, :, None, None] for scale in scales)
     q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * (reader.scale * k_scale)).astype(dtype)
-    row_position = jnp.repeat(positions, G, axis=1)[:, None, :, None]  # [W, 1, Q * G, 1]
+    row_position = jnp.repeat(positions, G, axis=2)[..., None]  # [W, 1 or K, Q * G, 1]
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
@@ -137,9 +138,8 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
         p = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
         # Slots past the end may hold anything, NaN too, and 0 * NaN is NaN
-        v = jnp.where(
-            (at < kv_lens[:, None])[:, None, :, None], _gather(reader.kv.v, rows, dtype), jnp.zeros((), dtype)
-        )
+        written = at[:, None] < kv_lens[..., None]
+        v = jnp.where(written[..., None], _gather(reader.kv.v, rows, dtype), jnp.zeros((), dtype))
         new = jnp.einsum("wkrj,wkjh->wkrh", p.astype(dtype), v, preferred_element_type=jnp.float32)
         return acc * decay[..., None] + new, new_top, total * decay + jnp.sum(p, axis=-1)
 
@@ -171,10 +171,13 @@ def _positions(sequences: Array, at: Array, reader: _Reader) -> Array:
 def _cache_rows(sequences: Array, at: Array, reader: _Reader) -> Array:
     """Rows of the cache seen as [L * P * page_size * K, H], for slots [W, block]: i32 [W, K, block]."""
     _, P, page_size, K, _ = reader.kv.k.shape
-    page = reader.batch.page_table.at[sequences[:, None], at // page_size].get(mode="clip")
+    table = reader.batch.page_table
+    table = table[:, None] if table.ndim == 2 else table  # [S, 1 or K, max_pages]
+    head = jnp.arange(table.shape[1])[None, :, None]
+    page = table.at[sequences[:, None, None], head, at[:, None] // page_size].get(mode="clip")
     page = jnp.clip(page, 0, P - 1)  # here rather than in `_gather`, where it would cost as much as the reading
-    slot = (reader.layer * P + page) * page_size + at % page_size
-    return slot[:, None, :] * K + jnp.arange(K)[None, :, None]
+    slot = (reader.layer * P + page) * page_size + at[:, None] % page_size
+    return slot * K + jnp.arange(K)[None, :, None]
 
 
 def _gather(cache: Array, rows: Array, dtype: DTypeLike) -> Array:

@@ -53,7 +53,7 @@ def test_the_commands_of_the_page_compile_what_fits(arguments, tmp_path):
         assert decode["vmem_bytes"] > 0
         assert decode["smem_bytes"] > 64 * 2048 * 4  # the page table
     else:
-        assert re.search(r"^decode_8 +[\d.]+ +[\d.]+ +[\d.]+ +\d+ .* yes$", done.stdout, re.MULTILINE)
+        assert re.search(r"^decode_8 +[\d.]+ +[\d.]+ +[\d.]+ +[\d,]+ .* yes$", done.stdout, re.MULTILINE)
         assert "All of these compile and fit; with all their code at most " in done.stdout
         assert "neither was what is saved ever loaded on a TPU" in " ".join(done.stdout.split())
         assert max(map(len, done.stdout.splitlines())) <= 80

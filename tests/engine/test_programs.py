@@ -149,13 +149,13 @@ def test_programs_cover_every_plan_that_the_budget_allows(backend, max_num_seqs,
 
 
 def test_the_pool_leaves_room_for_the_state_of_the_slots():
-    model, device = get_model(LLAMA).config, DeviceMemory(on_cpu=False, limit_bytes=2**26)
+    model, device = get_model(LLAMA).config, DeviceMemory(platform="gpu", limit_bytes=2**26)
 
     def num_pages(max_num_seqs: int, **options: int) -> int:
         config = EngineConfig.of("m", max_model_len=64, max_num_seqs=max_num_seqs, **options)
         return resolve(config, model, params_bytes=0, device=device)[1].num_pages
 
-    page_bytes = 64 * kv_bytes_per_token(model, 2)
+    page_bytes = 64 * kv_bytes_per_token(model, "bfloat16", "gpu")
     state = state_bytes(1000, 1, model.vocab_size) - state_bytes(1, 1, model.vocab_size)
     assert (num_pages(1) - num_pages(1000)) * page_bytes == pytest.approx(state, abs=page_bytes)
     assert state > 2 * page_bytes

@@ -29,6 +29,7 @@ interpreted = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 @interpreted
 def test_the_kernel_between_attentions_gives_what_xla_gives(monkeypatch):
     calls = []

@@ -1,4 +1,5 @@
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 from steps import GEMMA, LLAMA, make, page_table, rows_and_cache, step
 
-from jaxserve.layers.kv_cache import init_kv_cache, write_kv
+from jaxserve.layers import kv_cache
+from jaxserve.layers.kv_cache import init_kv_cache, position_shape, write_kv
 from jaxserve.models import get_model
 from jaxserve.pallas_kernels.paged_attention.types import FP8
 
@@ -96,3 +98,36 @@ def test_a_step_over_an_fp8_cache_is_near_one_over_a_wide_cache_and_scales_are_u
     far = dataclasses.replace(fp8, v_scale=jnp.full_like(some, 1e-4))  # values beyond 448 scales saturate
     assert distance(far) > bound
     assert np.isfinite(hidden({"full": far})).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "expected"),
+    [
+        ((8, 128), "bfloat16", (8, 128)),
+        ((2, 128), "bfloat16", (2, 128)),
+        ((2, 128), "float8_e4m3fn", (4, 128)),
+        ((3, 64), "bfloat16", (2, 128)),
+        ((5, 128), "bfloat16", (8, 128)),
+        ((3, 256), "bfloat16", (8, 128)),
+        ((4, 80), "bfloat16", (4, 80)),
+    ],
+)
+def test_positions_on_a_tpu_fill_rows_that_its_memory_does_not_pad(heads, dtype, expected):
+    assert position_shape(*heads, dtype, "tpu") == expected
+    assert position_shape(*heads, dtype, "gpu") == heads
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 64), (6, 3, 128), (4, 4, 64)])
+def test_rows_do_not_depend_on_how_a_tpu_lays_out_its_cache(heads, kv_heads, head_dim, monkeypatch):
+    hf = LLAMA | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    table = page_table(2)
+    batch = step([], [(0, [3, 1, 4, 1, 5]), (0, [9, 2])], table), step([(6, 5)], [(2, [8])], table)
+    model, params, usual = make(hf)
+    monkeypatch.setattr(kv_cache, "target_device", lambda: types.SimpleNamespace(platform="tpu"))
+    on_tpu = make(hf)[2]
+    assert on_tpu["full"].k.shape != usual["full"].k.shape
+    run = rows_and_cache(model, params)
+    for b in batch:
+        expected, usual = run(usual, b)
+        got, on_tpu = run(on_tpu, b)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 from jaxserve.layers.mlp import mlp
 from jaxserve.layers.moe import block_rows, moe as moe_and_count, route
 from jaxserve.pallas_kernels import fallback, paged_attention
-from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu
+from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu
 
 E, D, F = 8, 32, 16
 
@@ -151,7 +151,6 @@ def test_on_tpu_the_kernels_give_the_same(monkeypatch):
         jax.random.normal(k, s, jnp.bfloat16) / s[-1] ** 0.5 for k, s in zip(keys, shapes, strict=True)
     )
     how = {"layer": 1, "top_k": 2, "normalize": False, "act": "silu", "real": jnp.arange(9) < 7}
-    monkeypatch.setattr(mosaic_tpu, "chip", lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1))
     monkeypatch.setattr(paged_attention, "preferred", lambda: "mosaic_tpu")
     with pltpu.force_tpu_interpret_mode():
         got, num_read = moe_and_count(x, 9 * router, gate_up, down, **how)

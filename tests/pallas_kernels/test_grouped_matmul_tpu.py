@@ -14,6 +14,7 @@ import pytest
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.grouped_matmul import fused_moe, mosaic_tpu, mosaic_tpu_kernel, reference
 
 LAYERS, LAYER = 2, 1
@@ -54,7 +55,7 @@ FAST_CASES = ("several_tiles_of_an_expert", "several_blocks")
 
 @pytest.fixture(autouse=True)
 def chip(monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "chip", lambda: CHIPS["v6e"])
+    monkeypatch.setattr(tpu, "chip", lambda: CHIPS["v6e"])
 
 
 def chip_of(case: Case) -> pltpu.TpuInfo:
@@ -108,7 +109,7 @@ def definition(x, logits, gate_up, down, case: Case) -> np.ndarray:
 @pytest.mark.parametrize("name", [*FAST_CASES, *slow(*(name for name in CASES if name not in FAST_CASES))])
 def test_agrees_with_the_definition_and_reads_no_other_weights(name, mode, monkeypatch):
     case = CASES[name]
-    monkeypatch.setattr(mosaic_tpu, "chip", lambda: chip_of(case))
+    monkeypatch.setattr(tpu, "chip", lambda: chip_of(case))
     args = inputs(case)
     got, picked = run(*args, case, mode)
     assert error(got, definition(*args, case), case) < 1

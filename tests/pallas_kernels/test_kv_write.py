@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels.kv_write import kv_write, unsupported
+from jaxserve.pallas_kernels.kv_write import kv_write, mosaic_tpu, unsupported
 from jaxserve.pallas_kernels.paged_attention.types import FP8, KVCache
 
 LAYERS, PAGES, PAGE_SIZE = 2, 6, 32
@@ -17,6 +17,8 @@ INTERPRETERS = {
 STEPS = {
     "decode": [(1, 31, 1), (0, 0, 1), (3, 0, 1), (2, 7, 1), (0, 0, 1)],
     "prompts": [(1, 5, 27), (2, 0, 32), (4, 0, 3), (3, 16, 16), (0, 0, 20), (5, 30, 2), (0, 3, 1)],
+    # Padding with what could be the ends of a run, and rows of others between
+    "padding_far_apart": [(0, 3, 1), *((1 + i % 5, i, 1) for i in range(14)), (0, 18, 1), (3, 20, 1)],
     "a_run_at_the_end": [(5, 0, 2), (4, 16, 16)],
 }
 
@@ -36,7 +38,12 @@ def step(name, position, dtype):
 @pytest.mark.parametrize("mode", INTERPRETERS)
 @pytest.mark.parametrize(
     ("name", "position", "dtype"),
-    [("decode", (8, 128), jnp.bfloat16), ("prompts", (4, 128), FP8), ("a_run_at_the_end", (1, 128), jnp.bfloat16)],
+    [
+        ("decode", (8, 128), jnp.bfloat16),
+        ("prompts", (4, 128), FP8),
+        ("padding_far_apart", (4, 128), jnp.bfloat16),
+        ("a_run_at_the_end", (2, 128), jnp.bfloat16),
+    ],
 )
 def test_each_row_lies_at_its_place_and_nothing_else_is_touched(name, position, dtype, mode):
     rows, pages, page_ids, offsets = step(name, position, dtype)
@@ -55,10 +62,21 @@ def test_each_row_lies_at_its_place_and_nothing_else_is_touched(name, position, 
         ((3, 64), jnp.bfloat16, "rows of 128 numbers, as on a TPU, got 64"),
         ((6, 128), jnp.bfloat16, "1, 2, 4 or a multiple of 8 rows of 128, got 6"),
         ((2, 128), FP8, "1, 4 or a multiple of 8 rows of 128, got 2"),
+        ((1, 128), jnp.bfloat16, "positions of one row lie in tiles"),
     ],
 )
 def test_what_it_cannot_write_to(position, dtype, words):
     kv = KVCache.zeros(LAYERS, PAGES, PAGE_SIZE, position, dtype, num_kv_heads=position[0])
-    assert words in (unsupported(kv) or "")
+    assert words in (unsupported(kv, 8) or "")
     kv = KVCache.zeros(LAYERS, PAGES, PAGE_SIZE, (8, 128), jnp.bfloat16, num_kv_heads=8)
-    assert unsupported(kv) is None
+    assert unsupported(kv, 8) is None
+    assert unsupported(kv, 70_000) == "a step may have 65536 rows, got 70000"
+
+
+def test_a_missing_wait_is_found(monkeypatch):
+    """As late as a wait allows, a copy for which nobody waits is never made."""
+    rows, pages, page_ids, offsets = step("decode", (8, 128), jnp.bfloat16)
+    monkeypatch.setattr(mosaic_tpu.lax, "fori_loop", lambda *_: None)
+    got = kv_write(rows, pages, jnp.int32(1), page_ids, offsets, interpret=INTERPRETERS["on_wait"])
+    assert not np.array_equal(got[0][1, 1, 31], rows[0][0])
+    pltpu.reset_tpu_interpret_mode_state()

@@ -37,7 +37,7 @@ def rank(name: str, kv: int = 1, tp: int = 1, topology: str = "h200", kv_cache_d
     sizes = {"kv_parallel_size": kv, "tensor_parallel_size": tp}
     config = EngineConfig.of(name, kv_cache_dtype=kv_cache_dtype, **sizes)
     model = get_model(CONFIGS[name])
-    memory = memory_of(config, model, DeviceMemory(on_cpu=False, limit_bytes=2**40))
+    memory = memory_of(config, model, DeviceMemory(platform="gpu", limit_bytes=2**40))
     return rank_of(model, memory, find_topology(topology), kv, tp)
 
 

@@ -31,6 +31,7 @@ def setups(draw):
         reserve_full_isl=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.3])),
         prioritize_prefill=draw(st.booleans()),
+        share_answers=draw(st.sampled_from([True, True, False])),
         padded_decode_rows=draw(st.sampled_from([(), (0, budget // 4, budget // 2)])),
         prefill=(prefill := draw(st.sampled_from(["chunked", "layered", "auto"])) if chunked else "chunked"),
         prefill_order="fcfs" if prefill == "chunked" else draw(st.sampled_from(["fcfs", "shortest", "slack"])),

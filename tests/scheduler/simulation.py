@@ -45,11 +45,14 @@ def root_hash(request: Request) -> int:
     return zlib.crc32(repr((request.adapter, request.cache_salt)).encode())
 
 
-def prefix_hashes(request: Request, tokens: list[int]) -> list[int]:
-    """hashes[i] stands for the first i tokens under the request's adapter and salt."""
+def prefix_hashes(request: Request, tokens: list[int], share_answers: bool) -> list[int]:
+    """hashes[i] stands for the first i tokens under the request's adapter and salt.
+
+    Unless answers are shared, a token of the answer writes something else than the same token of a prompt.
+    """
     hashes = [root_hash(request)]
-    for token in tokens:
-        hashes.append(hash((hashes[-1], token)))
+    for i, token in enumerate(tokens):
+        hashes.append(hash((hashes[-1], token, i >= len(request.prompt_token_ids) and not share_answers)))
     return hashes
 
 
@@ -58,16 +61,18 @@ def sample(prefix_hash: int, seed: int) -> int:
     return -1 if seed % 10 == 7 and drawn // VOCAB % 8 == 0 else drawn % VOCAB
 
 
-def expected_output(request: Request, max_model_len: int, pool_len: int) -> tuple[list[int], str, int | None]:
+def expected_output(
+    request: Request, max_model_len: int, pool_len: int, share_answers: bool
+) -> tuple[list[int], str, int | None]:
     """Tokens, finish_reason and stop_reason of a lone, undisturbed run."""
-    hashes, outputs = prefix_hashes(request, request.prompt_token_ids), []
+    hashes, outputs = prefix_hashes(request, request.prompt_token_ids, share_answers), []
     total = min(len(request.prompt_token_ids) + request.max_tokens, max_model_len, pool_len + 1)
     while True:
         token = sample(hashes[-1], request.sampling)
         if token < 0:
             return outputs, "error", None
         outputs.append(token)
-        hashes.append(hash((hashes[-1], token)))
+        hashes.append(hash((hashes[-1], token, not share_answers)))
         if len(outputs) >= request.min_tokens:
             if token in request.eos_token_ids:
                 return outputs, "stop", None
@@ -89,11 +94,11 @@ class SlotState:
 
 
 class FakeRunner:
-    def __init__(self, pool: PagePool, max_num_seqs: int, stall: random.Random | None = None):
-        self.pool = pool
+    def __init__(self, pool: PagePool, config: SchedulerConfig, stall: random.Random | None = None):
+        self.pool, self.share_answers = pool, config.share_answers
         self.real_pages = set(range(pool.num_pages)) - set(range(0, pool.num_pages, pool.pages_per_rank))
-        self.slots: list[SlotState | None] = [None] * max_num_seqs
-        self.tables: list[dict[int, int]] = [{} for _ in range(max_num_seqs)]
+        self.slots: list[SlotState | None] = [None] * config.max_num_seqs
+        self.tables: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
         self.cells: dict[tuple[int, int, int], tuple[int, tuple[Request, int], int]] = {}
         self.stall = stall  # rows that get no token now and then, as those that wait for a mask
         self.committed = 0
@@ -102,7 +107,7 @@ class FakeRunner:
         for request in plan.new_slots:
             tokens = request.prompt_token_ids + request.output_token_ids
             self.slots[request.slot] = SlotState(
-                (request, request.epoch), list(tokens), prefix_hashes(request, list(tokens))
+                (request, request.epoch), list(tokens), prefix_hashes(request, list(tokens), self.share_answers)
             )
         for slot, index, page in plan.page_updates:
             assert page in self.real_pages
@@ -181,7 +186,7 @@ class FakeRunner:
             return []
         token = sample(state.hashes[end], state.owner[0].sampling)
         state.tokens.append(token)
-        state.hashes.append(hash((state.hashes[-1], token)))
+        state.hashes.append(hash((state.hashes[-1], token, not self.share_answers)))
         state.pos = end
         return [token]
 
@@ -232,7 +237,7 @@ class Simulation:
             setup.config, self.pool, enable_prefix_caching=setup.prefix_caching, prefill=prefill
         )
         stall = rng if setup.stalls and not setup.overlap else None
-        self.runner = FakeRunner(self.pool, setup.config.max_num_seqs, stall)
+        self.runner = FakeRunner(self.pool, setup.config, stall)
         self.in_flight: collections.deque = collections.deque()
         self.now = 0.0
         self.cohort: Cohort | None = None  # of the last step with prefill rows, if it is in flight
@@ -260,7 +265,8 @@ class Simulation:
             assert not 0 < num_prompt < self.config.max_model_len
         else:
             self.live.append(request)
-            self.expected[request] = expected_output(request, self.config.max_model_len, self.pool_len)
+            sizes = (self.config.max_model_len, self.pool_len)
+            self.expected[request] = expected_output(request, *sizes, self.config.share_answers)
             return True
         return False
 

@@ -31,6 +31,14 @@ class PublishesBeforeTheLastLayer(Scheduler):
         return super().commit(plan, result, now)
 
 
+class SharesAnswers(Scheduler):
+    """Pages of answers are found as those of prompts, though they are not to be shared."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.cache._share_answers = True
+
+
 class RunsHeldRequests(Scheduler):
     def add(self, request):
         held, request.held = request.held, False
@@ -119,6 +127,7 @@ SCHEDULERS = [
     CountsIdleHitsAsFree,
     PreemptsTheFirst,
     RunsHeldRequests,
+    SharesAnswers,
 ]
 
 

@@ -84,6 +84,23 @@ def test_output_pages_are_found_by_the_next_turn():
     assert turn.num_cached_tokens == 12  # of 13, the last of which was never computed
 
 
+def test_where_answers_are_not_shared_pages_of_prompts_alone_are_published_and_found():
+    sim = make(share_answers=False, pages_per_rank=12, max_num_seqs=2, reserve_full_isl=False)
+    first = request([2, 3, 4, 5, 6, 7], max_tokens=12)  # its second page has two tokens of the answer
+    sim.add(first)
+    sim.drain_requests()
+    turn = request(first.prompt_token_ids + first.output_token_ids, max_tokens=1)
+    sim.add(turn)
+    sim.drain_requests()
+    assert turn.num_cached_tokens == 4
+    again = request(first.prompt_token_ids, max_tokens=12, sampling=first.sampling)
+    sim.add(again)
+    while again.num_tokens < 14:
+        sim.step()
+    assert len(sim.scheduler.cache.match(again)) == 1  # not the pages of `turn`, whose prompt begins with its tokens
+    sim.drain()
+
+
 def test_page_whose_last_token_is_not_written_is_not_published():
     sim = make(overlap=False)
     first = request([2, 3, 4, 5, 6, 7], max_tokens=9, eos_token_ids=frozenset())

@@ -1,0 +1,156 @@
+"""Attention of a step's rows in layers with policies.
+
+Each row is a sequence of its own here, of the positions up to it. Rows that a policy is for are taken some at a time,
+so that where there are none it costs a loop of no turns.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxserve.layers.sparse.hooks import LayerPolicies, Policy
+from jaxserve.layers.sparse.selection import NO_PAGE, select_pages, tables_of, with_pages_begun
+from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
+from jaxserve.pallas_kernels.target import target_device
+
+Attention = Callable[[Array, AttentionBatch], tuple[Array, Array]]  # of query rows to a region: output and lse
+
+
+class Rows(NamedTuple):
+    """Query rows, and the region with all ranks' pages that they are of."""
+
+    q: Array  # [T, N, H]
+    region: AttentionBatch
+    sequence: Array  # i32 [T], of the region
+    seen: Array  # i32 [T], positions that each row sees; 0 where the policy is not for it
+
+    @property
+    def page_table(self) -> Array:
+        return self.region.page_table[self.sequence]
+
+
+def attend_decode(
+    policy: Policy,
+    q: Float[Array, "S N H"],
+    kv: KVCache,
+    layer: int | Int[Array, ""],
+    region: AttentionBatch,
+    attention: Attention,
+) -> tuple[tuple[Float[Array, "S N H"], Float[Array, "S N"]], KVCache]:
+    """Attention of the decode region's rows to what the policy selects, and the cache with what it carries on."""
+    assert region.max_q_len == 1
+    rows = Rows(q, region, jnp.arange(q.shape[0]), region.kv_lens)
+    if policy.reselect == 1:
+        numbers = select_pages(policy, q, kv, layer, region.page_table, region.kv_lens)
+    else:
+        numbers, kv = select_rows(policy, rows, kv, layer)
+    return attention(q, tables_of(numbers, region.page_table, rows.seen, kv.page_size, kv.k.shape[1])), kv
+
+
+def attend_prefill(
+    policies: LayerPolicies,
+    q: Float[Array, "T N H"],
+    kv: KVCache,
+    layer: int | Int[Array, ""],
+    region: AttentionBatch,
+    attention: Attention,
+    dense: Callable[[], tuple[Array, Array]],
+) -> tuple[tuple[Float[Array, "T N H"], Float[Array, "T N"]], KVCache]:
+    """Attention of the prefill region's rows, each under the policy for its kind of token; the rest as `attend_decode`.
+
+    Rows of answers are here only when they are computed again.
+
+    Args:
+        dense: attention of all rows to all that they see.
+    """
+    out = dense() if None in policies else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
+    for policy, rows in rows_by_policy(policies, q, region):
+        numbers, kv = select_rows(policy, rows, kv, layer)
+        out = attend_rows(rows, numbers, kv, attention, out)
+    return out, kv
+
+
+def rows_by_policy(
+    policies: LayerPolicies, q: Float[Array, "T N H"], region: AttentionBatch
+) -> Iterator[tuple[Policy, Rows]]:
+    """Each policy with a prefill region's rows, of which those for other tokens see nothing."""
+    assert region.cu_q_lens is not None
+    row = jnp.arange(q.shape[0], dtype=jnp.int32)
+    last = region.kv_lens.shape[0] - 1
+    sequence = jnp.minimum(jnp.searchsorted(region.cu_q_lens, row, side="right") - 1, last)
+    seen = region.kv_lens[sequence] - region.cu_q_lens[sequence + 1] + row + 1
+    seen = jnp.where(row < region.cu_q_lens[-1], seen, 0)
+    is_answer = jnp.zeros(row.shape, bool) if region.prompt_lens is None else seen > region.prompt_lens[sequence]
+    for policy, mine in ((policies.prefill, ~is_answer), (policies.decode, is_answer)):
+        if policy is not None:
+            yield policy, Rows(q, region, sequence, jnp.where(mine, seen, 0))
+
+
+def select_rows(policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
+    """Numbers of the pages that rows read [T, K, C], and the cache with what is carried on."""
+    period, seen = policy.reselect, rows.seen
+    if period == 1:
+        return _select_where(seen > 0, policy, rows, kv, layer), kv
+    assert rows.region.prompt_lens is not None
+    at = jnp.maximum((seen - 1) // period * period, rows.region.prompt_lens[rows.sequence]) + 1  # when it last selected
+    numbers = _select_where((seen > 0) & (seen == at), policy, rows, kv, layer)
+    numbers, kv = _carry(numbers, at, rows, kv, layer)
+    return with_pages_begun(numbers, at, seen, kv.page_size, -(-(period - 1) // kv.page_size)), kv
+
+
+def _select_where(wanted: Array, policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> Array:
+    """What these rows select; others nothing."""
+
+    def some(part: Rows, _: Array) -> Array:
+        return select_pages(policy, part.q, kv, layer, part.page_table, part.seen)
+
+    most = min(policy.select.max_pages(kv.page_size), rows.region.page_table.shape[1])
+    shape = (rows.q.shape[0], kv.num_heads(rows.q.shape[2]), most)
+    return _over(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
+
+
+def _carry(numbers: Array, at: Array, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
+    """What each row's sequence selected when its rows saw `at` positions: in this region, or before. The cache keeps
+    what the last row of each sequence here has.
+    """
+    region, row = rows.region, jnp.arange(rows.seen.shape[0])
+    assert kv.carry is not None
+    assert region.slots is not None
+    slots = region.slots[rows.sequence]
+    first, end = (row, row + 1) if region.cu_q_lens is None else (region.cu_q_lens[rows.sequence + i] for i in (0, 1))
+    source = row - (rows.seen - at)
+    here = (source >= first)[:, None, None]
+    numbers = jnp.where(here, numbers[jnp.maximum(source, 0)], kv.carry[layer, slots])
+    to = jnp.where((row + 1 == end) & (rows.seen > 0), slots, kv.carry.shape[1])
+    return numbers, dataclasses.replace(kv, carry=kv.carry.at[layer, to].set(numbers, mode="drop"))
+
+
+def attend_rows(rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple) -> tuple[Array, Array]:
+    """`out` with that of the rows that read something."""
+
+    def some(part: Rows, at: Array) -> tuple[Array, Array]:
+        return attention(part.q, tables_of(numbers[at], part.page_table, part.seen, kv.page_size, kv.k.shape[1]))
+
+    return _over(rows.seen > 0, some, rows, out)
+
+
+def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T) -> T:
+    """`out` with what the function gives for the wanted rows: of some of them at a time, and of where these are."""
+    num_rows = wanted.shape[0]
+    size = min(num_rows, 8 if target_device().platform == "cpu" else 64)
+    order = jnp.pad(jnp.argsort(~wanted, stable=True), (0, size))
+    count = jnp.sum(wanted)
+
+    def turn(i: Array, out: T) -> T:
+        at = jax.lax.dynamic_slice_in_dim(order, i * size, size)
+        is_row = i * size + jnp.arange(size) < count
+        part = Rows(rows.q[at], rows.region, rows.sequence[at], jnp.where(is_row, rows.seen[at], 0))
+        to = jnp.where(is_row, at, num_rows)
+        return jax.tree.map(lambda x, y: x.at[to].set(y.astype(x.dtype), mode="drop"), out, function(part, at))
+
+    return jax.lax.fori_loop(0, -(-count // size), turn, out)
