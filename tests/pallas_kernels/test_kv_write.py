@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels.kv_write import kv_write, mosaic_tpu, unsupported
+from jaxserve.pallas_kernels.kv_write import kv_write, unsupported
 from jaxserve.pallas_kernels.paged_attention.types import FP8, KVCache
 
 LAYERS, PAGES, PAGE_SIZE = 2, 6, 32
@@ -71,12 +71,3 @@ def test_what_it_cannot_write_to(position, dtype, words):
     kv = KVCache.zeros(LAYERS, PAGES, PAGE_SIZE, (8, 128), jnp.bfloat16, num_kv_heads=8)
     assert unsupported(kv, 8) is None
     assert unsupported(kv, 70_000) == "a step may have 65536 rows, got 70000"
-
-
-def test_a_missing_wait_is_found(monkeypatch):
-    """As late as a wait allows, a copy for which nobody waits is never made."""
-    rows, pages, page_ids, offsets = step("decode", (8, 128), jnp.bfloat16)
-    monkeypatch.setattr(mosaic_tpu.lax, "fori_loop", lambda *_: None)
-    got = kv_write(rows, pages, jnp.int32(1), page_ids, offsets, interpret=INTERPRETERS["on_wait"])
-    assert not np.array_equal(got[0][1, 1, 31], rows[0][0])
-    pltpu.reset_tpu_interpret_mode_state()
