@@ -30,7 +30,7 @@ def fold(
 ) -> KVCache:
     """The cache with the metadata of pages that had keys written at these places, which it reads from there."""
     assert kv.meta is not None
-    keys = kv.by_head(head_dim).k[layer, page_ids, page_offsets]
+    keys = kv.k[layer, page_ids, page_offsets].reshape(page_ids.shape[0], -1, head_dim)
     if scales := kv.layer_scales(layer):
         keys = keys.astype(jnp.float32) * scales[0][None, :, None]
     values = _in_parts(page_meta.of_keys(keys).astype(kv.meta.dtype), page_meta.num_parts, page_offsets, kv.page_size)

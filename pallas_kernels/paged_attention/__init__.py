@@ -56,7 +56,7 @@ def paged_attention(
     elif implementation == "mosaic_tpu":
         out, lse = mosaic_tpu.paged_attention(q, kv, layer, batch, **options)
     else:
-        out, lse = xla.paged_attention(q, kv.by_head(q.shape[-1]), layer, batch, **options)
+        out, lse = xla.paged_attention(q, kv, layer, batch, **options)
     return (out, lse) if return_lse else out
 
 

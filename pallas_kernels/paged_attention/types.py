@@ -65,11 +65,6 @@ class KVCache:
     def num_heads(self, head_dim: int) -> int:
         return self.k.shape[3] * self.k.shape[4] // head_dim
 
-    def by_head(self, head_dim: int) -> "KVCache":
-        """The same with pages [L, P, page_size, K, H]."""
-        shape = (*self.k.shape[:3], -1, head_dim)
-        return dataclasses.replace(self, k=self.k.reshape(shape), v=self.v.reshape(shape))
-
     def layer_scales(self, layer: int | Array) -> tuple[Array, Array] | None:
         """The scales of keys and of values in one layer, f32 [K] each; None where nothing is scaled."""
         if self.k_scale is None or self.v_scale is None:

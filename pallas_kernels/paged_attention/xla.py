@@ -41,8 +41,8 @@ def paged_attention(
 ) -> tuple[Array, Array]:
     """Output `[rows, N, H]` in q.dtype and float32 log-sum-exp `[rows, N]`; see the package's `paged_attention`."""
     reader = _Reader(kv, layer, batch, scale, sliding_window, soft_cap)
-    K, H = kv.k.shape[-2:]
-    heads = q.reshape(q.shape[0], K, -1, H)
+    H = q.shape[2]
+    heads = q.reshape(q.shape[0], kv.num_heads(H), -1, H)
     region = _decode if batch.cu_q_lens is None else _prefill
     out, lse = region(heads, reader)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:2])
@@ -124,8 +124,8 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
         at = (first + i)[:, None] * block + jnp.arange(block)[None]  # [W, block], slots in the sequences' tables
-        rows = _cache_rows(sequences, at, reader)
-        k = _gather(reader.kv.k, rows, dtype)
+        slots = _slots(sequences, at, reader)
+        k = _gather(reader.kv.k, slots, (K, H)).astype(dtype)
         scores = jnp.einsum("wkrh,wkjh->wkrj", q, k, preferred_element_type=jnp.float32)
         if reader.soft_cap is not None:
             scores = reader.soft_cap * jnp.tanh(scores / reader.soft_cap)
@@ -139,7 +139,8 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
         decay = jnp.exp(top - new_top)
         # Slots past the end may hold anything, NaN too, and 0 * NaN is NaN
         written = at[:, None] < kv_lens[..., None]
-        v = jnp.where(written[..., None], _gather(reader.kv.v, rows, dtype), jnp.zeros((), dtype))
+        v = _gather(reader.kv.v, slots, (K, H)).astype(dtype)
+        v = jnp.where(written[..., None], v, jnp.zeros((), dtype))
         new = jnp.einsum("wkrj,wkjh->wkrh", p.astype(dtype), v, preferred_element_type=jnp.float32)
         return acc * decay[..., None] + new, new_top, total * decay + jnp.sum(p, axis=-1)
 
@@ -168,21 +169,32 @@ def _positions(sequences: Array, at: Array, reader: _Reader) -> Array:
     return jnp.where(at < lens[sequences][:, None], page * page_size + at % page_size, jnp.iinfo(jnp.int32).max)
 
 
-def _cache_rows(sequences: Array, at: Array, reader: _Reader) -> Array:
-    """Rows of the cache seen as [L * P * page_size * K, H], for slots [W, block]: i32 [W, K, block]."""
-    _, P, page_size, K, _ = reader.kv.k.shape
+def _slots(sequences: Array, at: Array, reader: _Reader) -> Array:
+    """Positions of the cache seen as [L * P * page_size, ...], for slots [W, block]: i32 [W, 1 or K, block]."""
+    P, page_size = reader.kv.k.shape[1:3]
     table = reader.batch.page_table
     table = table[:, None] if table.ndim == 2 else table  # [S, 1 or K, max_pages]
     head = jnp.arange(table.shape[1])[None, :, None]
     page = table.at[sequences[:, None, None], head, at[:, None] // page_size].get(mode="clip")
     page = jnp.clip(page, 0, P - 1)  # here rather than in `_gather`, where it would cost as much as the reading
-    slot = (reader.layer * P + page) * page_size + at[:, None] % page_size
-    return slot * K + jnp.arange(K)[None, :, None]
+    return (reader.layer * P + page) * page_size + at[:, None] % page_size
 
 
-def _gather(cache: Array, rows: Array, dtype: DTypeLike) -> Array:
-    """[W, K, block, H]: one gather that also brings the heads to the front."""
-    return cache.reshape(-1, cache.shape[-1]).at[rows].get(mode="promise_in_bounds").astype(dtype)
+def _gather(cache: Array, slots: Array, heads: tuple[int, int]) -> Array:
+    """[W, K, block, H]: one gather that also brings the heads to the front.
+
+    Rows come as they lie, on a TPU with two heads or half of one: another shape of the cache would be a copy of it.
+    """
+    (K, H), (position_rows, lanes) = heads, cache.shape[-2:]
+    rows_of_head, heads_of_row = max(1, H // lanes), max(1, lanes // H)
+    head = jnp.arange(K)
+    of_position = (head // heads_of_row * rows_of_head)[:, None] + jnp.arange(rows_of_head)[None]  # [K, rows_of_head]
+    row = (slots * position_rows)[..., None] + of_position[None, :, None]
+    found = cache.reshape(-1, lanes).at[row].get(mode="promise_in_bounds")  # [W, K, block, rows_of_head, lanes]
+    if heads_of_row == 1:
+        return found.reshape(*found.shape[:3], H)
+    parts = found.reshape(*found.shape[:3], heads_of_row, H)
+    return jnp.take_along_axis(parts, (head % heads_of_row)[None, :, None, None, None], axis=3)[..., 0, :]
 
 
 def decode_group(batch: int) -> int:

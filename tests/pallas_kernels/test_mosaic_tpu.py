@@ -210,8 +210,9 @@ def test_a_plan_made_once_a_step_is_the_one_made_on_the_spot():
         np.testing.assert_array_equal(lse, expected_lse)
 
 
-def test_xla_reads_a_cache_with_two_heads_a_row_too():
-    case = SMALL[3]
+@pytest.mark.parametrize("heads", [(8, 4, 64), (4, 2, 256)], ids=str)
+def test_xla_reads_caches_with_two_heads_a_row_or_half_of_one_too(heads):
+    case = dataclasses.replace(SMALL[3], heads=heads)
     q, kv, batch = inputs(case, jnp.bfloat16)
     expected = paged_attention(q, kv, LAYER, batch, **case.options, implementation="xla")
     out = paged_attention(q, as_on_tpu(kv), LAYER, batch, **case.options, implementation="xla")
