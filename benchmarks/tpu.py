@@ -33,20 +33,13 @@ from benchmarks._tpu_bundles import Loop, read
 from jaxserve.layers.kv_cache import position_shape
 from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.paged_attention import AttentionBatch, KVCache, paged_attention, tpu_work
+from jaxserve.topologies import WITHOUT_TPU
 
 N, K, H = 32, 8, 128
 PAGE_SIZE, SEQS, CONTEXT = 64, 64, 8192
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 MXU_SIZE = {"v5e": 128, "v5p": 128, "v6e": 256, "7x": 256}
 CASES = {"decode": jnp.bfloat16, "decode_fp8": jnp.float8_e4m3fn, "prefill": jnp.bfloat16}
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_ID": "0",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled",
-}
 
 
 class Prediction(NamedTuple):
@@ -138,7 +131,7 @@ def _prefill(kernel: Loop, sizes: tpu_work.Tiling, chip: Any, clock: float) -> P
 def row(chip: str, case: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         listings = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        environment = {**os.environ, **ENVIRONMENT, "LIBTPU_INIT_ARGS": listings, "LISTINGS": folder}
+        environment = {**os.environ, **WITHOUT_TPU, "LIBTPU_INIT_ARGS": listings, "LISTINGS": folder}
         command = [sys.executable, "-m", "benchmarks.tpu", "--one", chip, case]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:

@@ -21,6 +21,17 @@ from jaxserve.exceptions import ParameterError
 
 GiB = 1 << 30
 
+# What libtpu and JAX must find in the environment, when they are loaded, to compile where there is no TPU
+WITHOUT_TPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
+    "TPU_WORKER_ID": "0",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is taken
+    "TPU_LOG_DIR": "disabled",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",  # any will do, and none is complained about: the topology is named later
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:

@@ -18,6 +18,7 @@ from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import HopperWork, Implementation, paged_attention, prepare
+from jaxserve.pallas_kernels.target import kept_apart
 from jaxserve.sharding.collectives import axis_size
 from jaxserve.sharding.kv_parallel import AXIS, local_pages, merge_over_kv
 
@@ -38,8 +39,7 @@ def project_qkv(
     x: Float[Array, "T D"], qkv: Weight, bias: Float[Array, " out"] | None, head_dim: int
 ) -> Float[Array, "T heads H"]:
     """Queries, keys and values from one fused projection, whose rows are those of q, then k, then v."""
-    # Without the barrier, XLA for TPU would turn the reshape into one of the weights, and copy a layer's for it
-    return jax.lax.optimization_barrier(linear(x, qkv, bias)).reshape(x.shape[0], -1, head_dim)
+    return kept_apart(linear(x, qkv, bias)).reshape(x.shape[0], -1, head_dim)
 
 
 def prepare_batch(

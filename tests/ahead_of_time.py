@@ -22,16 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server to ask
-    "TPU_WORKER_ID": "0",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # tests may run beside each other
-    "TPU_LOG_DIR": "disabled",
-}
+from jaxserve.topologies import WITHOUT_TPU
+
 PTXAS_FILES = tempfile.TemporaryDirectory()  # what the assembler says of each kernel's registers
 CUDA_ENVIRONMENT = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": PTXAS_FILES.name}
-os.environ.update(TPU_ENVIRONMENT | CUDA_ENVIRONMENT, JAX_PLATFORMS="cpu")
+os.environ.update(WITHOUT_TPU | CUDA_ENVIRONMENT)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

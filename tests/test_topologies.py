@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.exceptions import ParameterError
-from jaxserve.topologies import TOPOLOGIES, find_topology
+from jaxserve.topologies import TOPOLOGIES, WITHOUT_TPU, find_topology
 
 COMPILERS = Path(sys.prefix) / "ahead-of-time"
 PROGRAM = """
@@ -19,15 +19,7 @@ names = json.loads(sys.argv[1])
 found = {n: topologies.get_topology_desc(platform="tpu", topology_name=n).devices for n in names}
 print(json.dumps({n: len(devices) for n, devices in found.items()}))
 """
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_ID": "0",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled",
-    "PYTHONPATH": str(COMPILERS),
-}
+ENVIRONMENT = WITHOUT_TPU | {"PYTHONPATH": str(COMPILERS)}
 
 
 def test_names_people_use_are_there():

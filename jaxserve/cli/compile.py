@@ -44,17 +44,7 @@ COMPILE_OPTIONS = {
         "prefill",
     )
 }
-# libtpu and JAX read these once, when they are loaded
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from there does not serialise again
-    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
-    "TPU_WORKER_ID": "0",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is taken
-    "TPU_LOG_DIR": "disabled",
-    "TPU_ACCELERATOR_TYPE": "v6e-1",  # any will do, and none is complained about: the topology is named later
-}
+NO_CACHE = {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # what comes from there does not serialise again
 UNVERIFIED = "Programs were compiled, not run: neither was what is saved ever loaded on a TPU."
 
 
@@ -84,13 +74,13 @@ def compile(
     Takes a machine with CPUs and libtpu. Weights are neither read nor allocated. Exit code 0: all programs compile and
     fit; 3: some do not, or there is no room for a KV pool.
     """
-    from jaxserve.topologies import find_topology
+    from jaxserve.topologies import WITHOUT_TPU, find_topology
 
     place = find_topology(topology)
     if place.jax_name is None:
         raise ValueError(f"topology must be one of TPUs to be compiled for here, got {topology}; v6e-8, say")
     require_libtpu()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(WITHOUT_TPU | NO_CACHE)
     from jaxserve.compile_ahead import EnginePrograms
     from jaxserve.config import EngineConfig, NoRoomError
 
