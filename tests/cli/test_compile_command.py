@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve import topologies
 from jaxserve.cli import compile as command
 from jaxserve.cli.compile import COMPILE_OPTIONS
 
@@ -51,7 +52,7 @@ def test_the_commands_of_the_page_compile_what_fits(arguments, tmp_path):
         flops = 64 * 2 * 68.4e9 / 16  # two a parameter, but for embeddings and the head
         assert flops < decode["flops"] < 1.05 * flops  # some KV heads are copies
         assert decode["vmem_bytes"] > 0
-        assert decode["smem_bytes"] > 64 * 2048 * 4  # the page table
+        assert 0 < decode["smem_bytes"] < 64 * 2048 * 4  # page tables are copied row by row
     else:
         assert re.search(r"^decode_8 +[\d.]+ +[\d.]+ +[\d.]+ +[\d,]+ .* yes$", done.stdout, re.MULTILINE)
         assert "All of these compile and fit; with all their code at most " in done.stdout
@@ -116,7 +117,8 @@ def test_without_libtpu_it_says_which_one_to_install(run, monkeypatch):
 )
 def test_a_mistake_is_one_line(run, monkeypatch, arguments, message):
     monkeypatch.setattr(command, "require_libtpu", lambda: None)
-    monkeypatch.setattr(command, "ENVIRONMENT", {})
+    monkeypatch.setattr(topologies, "WITHOUT_TPU", {})  # this process is no one-off
+    monkeypatch.setattr(command, "NO_CACHE", {})
     code, out, err, _ = run(*LLAMA, *arguments)
     assert (code, out) == (2, "")
     assert message in err
