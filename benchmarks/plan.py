@@ -65,7 +65,7 @@ def memory(model: str, kv: int, tp: int) -> Memory:
     """Of `benchmarks.tpot`'s engine."""
     sizes = {"kv_parallel_size": kv, "tensor_parallel_size": tp}
     config = EngineConfig.of(model, max_num_batched_tokens=8192, device_memory_utilization=0.85, **sizes)
-    device = DeviceMemory(on_cpu=False, limit_bytes=find_topology("h200").device.memory_bytes)
+    device = DeviceMemory(platform="gpu", limit_bytes=find_topology("h200").device.memory_bytes)
     return memory_of(config, get_model(SHAPES[model]), device)
 
 
