@@ -34,6 +34,10 @@ class AttentionSpec:
     soft_cap: float | None = None
     frequencies: np.ndarray  # of the rotary embedding, float32 [H/2]
 
+    @property
+    def head_dim(self) -> int:
+        return 2 * len(self.frequencies)
+
 
 def project_qkv(
     x: Float[Array, "T D"], qkv: Weight, bias: Float[Array, " out"] | None, head_dim: int
@@ -55,8 +59,8 @@ def prepare_batch(
     """
     cut = batch.num_decode_rows
     options = {
-        "num_heads": spec.num_heads // spec.num_kv_heads * kv.num_heads(2 * len(spec.frequencies)),
-        "head_dim": 2 * len(spec.frequencies),
+        "num_heads": spec.num_heads // spec.num_kv_heads * kv.num_heads(spec.head_dim),
+        "head_dim": spec.head_dim,
         "sliding_window": spec.sliding_window,
         "implementation": implementation,
     }

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve import weights
 from jaxserve.evaluation.needles import make_needle
-from jaxserve.evaluation.watch import Watched, watch
+from jaxserve.evaluation.watch import watch
 from jaxserve.layers.sparse import SparseAttention
 from jaxserve.tokenizer import Tokenizer
 
@@ -23,6 +23,10 @@ class Told(NamedTuple):
     token_ids: list[int]
     num_prompt: int
     num_answer: int
+
+    @property
+    def answer(self) -> list[int]:
+        return self.token_ids[-self.num_answer :]
 
 
 def compare(
@@ -58,7 +62,7 @@ def compare(
         row: dict[str, Any] = {"policy": _described(sparse)}
         for name, needles in list(tasks.items()):
             solved = [
-                _is_solved(watch(loaded, sparse, needle.token_ids, needle.num_prompt, page_size=page_size), needle)
+                watch(loaded, sparse, needle.token_ids, needle.num_prompt, page_size=page_size).says(needle.answer)
                 for needle in needles
             ]
             right = np.mean(solved)
@@ -88,11 +92,6 @@ def _described(sparse: SparseAttention | None) -> str:
             options = ", ".join(f"{name}={getattr(policy, name)}" for name in own)
             said.append(f"{phase} {policy.name}({options})")
     return ", ".join(said)
-
-
-def _is_solved(found: Watched, needle: Told) -> bool:
-    last = found.logprobs[-needle.num_answer :].argmax(axis=-1)
-    return last.tolist() == needle.token_ids[-needle.num_answer :]
 
 
 def _needle(tokenizer: Tokenizer, num_tokens: int, num_keys: int, seed: int) -> Told:

@@ -42,8 +42,8 @@ class Watched(NamedTuple):
         return float(np.mean(np.sum(np.exp(truth.logprobs) * (truth.logprobs - self.logprobs), axis=-1)))
 
     def says(self, answer: Sequence[int]) -> bool:
-        """Whether greedy decoding gives exactly these tokens."""
-        return bool((self.logprobs.argmax(axis=-1) == np.asarray(answer)).all())
+        """Whether greedy decoding ends with exactly these tokens."""
+        return self.logprobs[-len(answer) :].argmax(axis=-1).tolist() == list(answer)
 
 
 def watch(

@@ -4,11 +4,12 @@ import bisect
 import dataclasses
 from typing import Any
 
+from jaxserve.layers.kv_cache import position_shape
+from jaxserve.pallas_kernels.paged_attention.types import LANES
 from jaxserve.plan.splits import Question, SplitPlan, splits_of
 from jaxserve.topologies import TOPOLOGIES
 
 LARGE_MEMORY_FRACTION = 0.95  # of a GPU, that JAX can be asked to allocate
-TPU_LANES = 128  # the innermost dimension of an array is padded to a multiple of it
 
 
 def ways_out(question: Question, splits: list[SplitPlan]) -> list[str]:
@@ -51,8 +52,11 @@ def notes(question: Question, splits: list[SplitPlan]) -> list[str]:
         )
     head_dim = question.model.config.head_dim
     if topology.device.platform == "tpu":
-        found.append("Times on TPUs are estimates: nothing was measured there, and attention is plain XLA.")
-        if padding := -head_dim % TPU_LANES:
+        found.append("Times on TPUs are estimates: nothing was measured there.")
+        _, in_a_row = position_shape(
+            1, head_dim, "bfloat16", "tpu"
+        )  # heads that the layout of pages fits to rows are counted
+        if padding := -in_a_row % LANES:
             found.append(
                 f"TPUs pad head_dim {head_dim} to {head_dim + padding}: pages take more memory than is counted here, "
                 "and the engine counts no more; leave room with --device-memory-utilization."

@@ -189,7 +189,7 @@ def test_ways_out_are_the_nearest():
     ]
 
 
-def test_notes_say_what_the_figures_do_not_know():
+def test_notes_say_what_the_figures_do_not_know(tmp_path):
     def said(model: str, topology: str) -> str:
         return " ".join(plan(model, topology, context=1, batch=1).notes)
 
@@ -198,7 +198,9 @@ def test_notes_say_what_the_figures_do_not_know():
     assert "between two GPUs" not in said("llama-3.1-8b", "h200x2")
     assert "between two GPUs" in said("llama-3.1-8b", "h100x4")
     assert "pad head_dim" not in said("llama-3.1-8b", "v5e-8")
-    assert "TPUs pad head_dim 64 to 128" in said("smollm2-135m", "v5e-8")
+    assert "pad head_dim" not in said("smollm2-135m", "v5e-8")  # two heads of 64 share a row
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | {"head_dim": 96}), encoding="utf-8")
+    assert "TPUs pad head_dim 96 to 128" in said(str(tmp_path), "v5e-8")
     assert "hosts" not in said("llama-3.1-8b", "v5e-8")
     assert "v5p-16 has 2 hosts of 4 devices; a split over all 8 takes one process on each" in said(
         "llama-3.1-8b", "v5p-16"
