@@ -63,11 +63,12 @@ class Choices:
     def column(self) -> Array:
         return iota((ROWS, ROWS), 1).astype(jnp.float32)
 
-    def make(self) -> None:
-        """Chooses from the logits of each real token."""
+    def make(self, arrived: Any) -> None:
+        """Chooses from the logits of each real token, which `fetch` has begun to bring."""
         column, parts = self.column, self.parts
         self.tokens_smem[0] = ones(column <= self.row)
         self.tokens_smem[1] = ones(column >= 0.0)
+        plgpu.barrier_wait(arrived)
 
         def choose(j: Array, left: list[Array]) -> list[Array]:
             value = functools.reduce(jnp.maximum, [some.max(axis=1) for some in left])
@@ -86,17 +87,18 @@ class Choices:
 
     @staticmethod
     def barrier(num_experts: int) -> Any:
-        """Of what `fetch` waits for."""
+        """Of what `fetch` brings."""
         return plgpu.Barrier(num_arrivals=num_experts // ROWS + 1)
 
     def fetch(self, logits_gmem: Any, begin: Array | int, real_gmem: Any, arrived: Any) -> None:
-        """Logits of the tokens from `begin` on, f32 `[T, E]`, and which of these are real, as `by_block` has them."""
+        """Begins to bring the logits of the tokens from `begin` on, f32 `[T, E]`, and which of these are real, as
+        `by_block` has them.
+        """
         num_tokens = min(ROWS, logits_gmem.shape[0])
         plgpu.copy_gmem_to_smem(real_gmem, self.real_smem, arrived)
         for i, part in enumerate(self.parts):
             there = self.logits_smem.at[i, pl.ds(0, num_tokens)]
             plgpu.copy_gmem_to_smem(logits_gmem.at[pl.ds(begin, num_tokens), pl.ds(part, ROWS)], there, arrived)
-        plgpu.barrier_wait(arrived)
 
     def logits(self) -> list[Array]:
         """-inf where there is no real token."""

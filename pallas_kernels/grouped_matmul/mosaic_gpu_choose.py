@@ -62,7 +62,7 @@ def _choose_kernel(
     choices, block = Choices(*choices_smem), lax.axis_index("block")
     begin = jnp.minimum(block * ROWS, logits_gmem.shape[0] - ROWS)
     choices.fetch(logits_gmem, begin, real_gmem.at[block], arrived)
-    choices.make()
+    choices.make(arrived)
     choices.store_weights(weights_smem, normalize)
     ranks = [choices.ranks(part) for part in choices.parts]
 

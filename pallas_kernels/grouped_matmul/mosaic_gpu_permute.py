@@ -38,6 +38,7 @@ def permute(
         grid_names=("block",),
         kernel_name="grouped_permute",
         interpret=INTERPRETER if interpret else None,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # no thread reads what another writes
     )(x, picks.expert, picks.rank, weights, first_row)
 
 
@@ -60,6 +61,7 @@ def _permute(
         token = first + i * num_blocks
         block = jnp.minimum(lax.div(token, ROWS), last)
         pick = token + jnp.where(block == last, skipped, 0)
+        row = load_row(x_gmem.at[token])  # while the places are looked up
         places, no_tile = [], rows_gmem.shape[0] - 1  # a row that no tile has, for what is no choice
         for j in range(top_k):
             rank = rank_gmem[j, pick]
@@ -68,7 +70,7 @@ def _permute(
 
         @pl.when(places[0] < no_tile)
         def _real():
-            copy_row(x_gmem.at[token], [rows_gmem.at[place] for place in places])
+            store_row(row, [rows_gmem.at[place] for place in places])
 
         for j, place in enumerate(places):
             places_gmem[j, token] = place
@@ -77,11 +79,18 @@ def _permute(
     lax.fori_loop(0, lax.div(T - first + (num_blocks - 1), num_blocks), step, None)
 
 
-def copy_row(source: Any, targets: list[Any]) -> None:
-    """A row of `[D]` to each of the targets, through registers."""
+def load_row(source: Any) -> list[Array]:
+    """A row of `[D]` in registers, for `store_row`."""
+    return [source[some] for some in _pieces(source.shape[0])]
+
+
+def store_row(values: list[Array], targets: list[Any]) -> None:
+    """Writes a row to each of the targets, `[D]`."""
+    for target in targets:
+        for some, piece in zip(_pieces(target.shape[0]), values, strict=True):
+            target[some] = piece
+
+
+def _pieces(size: int) -> list[Any]:
     step = 1024
-    for begin in range(0, source.shape[0], step):
-        some = pl.ds(begin, min(step, source.shape[0] - begin))
-        values = source[some]
-        for target in targets:
-            target[some] = values
+    return [pl.ds(begin, min(step, size - begin)) for begin in range(0, size, step)]

@@ -26,7 +26,7 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_choices import (
     square,
 )
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_matmul_cta import Tiling, prefetch_unit
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import copy_row
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu_permute import load_row, store_row
 from jaxserve.pallas_kernels.grouped_matmul.work import UNIT, Work, max_rows
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, ROWS, zeros
 
@@ -66,7 +66,7 @@ def route_and_permute(
             square(ROWS, E),
             square(ROWS, E),
             square(E, E),
-            plgpu.SMEM((top_k, ROWS), jnp.int32),
+            plgpu.SMEM((E,), jnp.int32),
             plgpu.SMEM((top_k, ROWS), jnp.float32),
             plgpu.SMEM((3, E), jnp.int32),
             plgpu.SMEM((ROWS,), jnp.int32),
@@ -77,7 +77,8 @@ def route_and_permute(
         grid_names=("block",),
         kernel_name="grouped_route",
         interpret=INTERPRETER if interpret else None,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # What one thread reads and another writes has a `commit_smem` in between
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(x, logits, by_block(real), gate_up.reshape(-1, *gate_up.shape[2:]), jnp.asarray(layer, jnp.int32).reshape(1))
     work = Work(expert=expert, row=row, num_rows=counts, num_tiles=num_tiles, num_experts=num_tiles[0])
     return rows, work, places[:, :T], weights[:, :T]
@@ -99,7 +100,7 @@ def _route_kernel(
     sizes_smem,  # [ROWS, E], units of each expert
     visited_smem,  # [ROWS, E], one if it has any
     experts_smem,  # [E, E], ones above the diagonal
-    own_smem,  # i32 [top_k, ROWS], where each expert has a token
+    own_smem,  # i32 [E], where each expert has the block's token
     weights_smem,  # f32 [top_k, ROWS]
     tiles_smem,  # i32 [3, E]
     num_tiles_smem,  # i32 [ROWS]
@@ -110,10 +111,11 @@ def _route_kernel(
 ):
     choices, T, block = Choices(*choices_smem), x_gmem.shape[0], lax.axis_index("block")
     row, column, parts = choices.row, choices.column, choices.parts
+    choices.fetch(logits_gmem, 0, real_gmem.at[0], arrived)
+    x_row = load_row(x_gmem.at[jnp.minimum(block, T - 1)])
     for part, other in itertools.product(parts, parts):
         experts_smem[pl.ds(part, ROWS), pl.ds(other, ROWS)] = ones(part + row < other + column)
-    choices.fetch(logits_gmem, 0, real_gmem.at[0], arrived)
-    choices.make()
+    choices.make(arrived)
     for part in parts:
         counts, some = choices.counts(part), pl.ds(part, ROWS)
         visited_smem[:, some] = ones(counts > 0.0)
@@ -127,19 +129,20 @@ def _route_kernel(
 
     @pl.when(block < T)
     def _copy():
+        """The token's row, to the places of its choices."""
         no_tile = rows_gmem.shape[0] - 1  # a row that no tile has, for what is no choice
-        places = [before(sizes_smem, part) * UNIT + choices.ranks(part) for part in parts]
-
-        def store(j, _):
-            own_smem[j] = choices.own(j, places, float(no_tile))
-
-        lax.fori_loop(0, choices.top_k, store, None)
+        for part in parts:
+            places = before(sizes_smem, part) * UNIT + choices.ranks(part)  # where each expert has each token
+            own = jnp.where(row == block.astype(jnp.float32), places, 0.0).sum(axis=0)
+            own_smem[pl.ds(part, ROWS)] = own.astype(jnp.int32)
         plgpu.commit_smem()
-        places = [own_smem[j, block] for j in range(choices.top_k)]
+        chosen = [choices.chosen_smem[j, block] for j in range(choices.top_k)]
+        experts = [jnp.where(expert < NONE, expert, 0.0).astype(jnp.int32) for expert in chosen]
+        places = [jnp.where(c < NONE, own_smem[e], no_tile) for c, e in zip(chosen, experts, strict=True)]
 
         @pl.when(places[0] < no_tile)
         def _real():
-            copy_row(x_gmem.at[block], [rows_gmem.at[place] for place in places])
+            store_row(x_row, [rows_gmem.at[place] for place in places])
 
         for j, place in enumerate(places):
             places_gmem[j, block] = place
