@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxserve.pallas_kernels.paged_attention.hopper import Scoring
+from jaxserve.pallas_kernels.paged_attention.hopper import Scoring, page_ids
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
 EVERYTHING = 2**30  # a window that nothing is out of
@@ -88,10 +88,13 @@ class Work:
     ends: Array  # i32 [B], units of the sequences up to and with this one
     start: Array  # i32 [slices + 1], the first unit of each slice, and the number of units
     begin: Unit  # i32 [slices], that unit
+    begin_pages: Array  # i32 [slices, pages of a block], of that unit: its copies wait for no read of a table
     prepared_for: tuple[tuple[int, int], int | None, Tiling] = dataclasses.field(metadata={"static": True})  # of `plan`
 
 
-def plan(batch: AttentionBatch, heads: tuple[int, int], sliding_window: int | None, tiling: Tiling) -> Work:
+def plan(
+    batch: AttentionBatch, heads: tuple[int, int], page_size: int, sliding_window: int | None, tiling: Tiling
+) -> Work:
     """Equal runs of units for all slices. Empty sequences at the end, which are padding, have no units.
 
     `heads` are the numbers of query and of KV heads.
@@ -115,7 +118,14 @@ def plan(batch: AttentionBatch, heads: tuple[int, int], sliding_window: int | No
         first=first[sequence],
         last=last[sequence],
     )
-    return Work(ends=ends, start=start, begin=begin, prepared_for=(heads, sliding_window, tiling))
+    pages = page_ids(batch.page_table, sequence, begin.kv_len, begin.at * tiling.block, tiling.block, page_size)
+    return Work(
+        ends=ends,
+        start=start,
+        begin=begin,
+        begin_pages=jnp.stack(pages, axis=1),
+        prepared_for=(heads, sliding_window, tiling),
+    )
 
 
 def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: int) -> tuple[Array, Array]:

@@ -50,9 +50,8 @@ def plan(
     """What the kernels need to know of a region, whatever the layer."""
     if batch.cu_q_lens is not None:
         return prefill_work.plan(batch, num_rows)
-    return decode_work.plan(
-        batch, (num_heads, kv.k.shape[3]), sliding_window, decode_tiling(kv, num_heads, batch.max_q_len)
-    )
+    tiling = decode_tiling(kv, num_heads, batch.max_q_len)
+    return decode_work.plan(batch, (num_heads, kv.k.shape[3]), kv.page_size, sliding_window, tiling)
 
 
 def paged_attention(

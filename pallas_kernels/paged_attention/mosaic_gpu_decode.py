@@ -140,6 +140,7 @@ def _attend(
         work.begin.kv_len,
         work.begin.first,
         work.begin.last,
+        work.begin_pages,
         jnp.asarray(layer, jnp.int32).reshape(1),
     )
 
@@ -159,6 +160,7 @@ def _attend_kernel(
     kv_len_gmem,
     first_gmem,
     last_gmem,
+    begin_pages_gmem,  # i32 [slices, pages of a block]
     layer_gmem,
     out_gmem,
     lse_gmem,
@@ -226,6 +228,7 @@ def _attend_kernel(
                 first=first_gmem[number],
                 last=last_gmem[number],
             ),
+            begin_pages=[begin_pages_gmem[number, j] for j in range(begin_pages_gmem.shape[1])],
             options=options,
         )
 

@@ -69,6 +69,7 @@ class Worker:
     tile: Array
     count: Array
     begin: Unit
+    begin_pages: list[Array]  # of its block
     options: Options
 
     @property
@@ -101,9 +102,8 @@ class Worker:
 
         def step(i: Array, carry: tuple[Unit, list[Array]]) -> tuple[Unit, list[Array]]:
             unit, ids = carry
-            after, slot = self.following(unit), self.slot(i)
-            next_ids = self.pages_of(after)  # read before they are needed: a read takes as long as much of a unit
             where = (ids, unit.at * self.block, unit.kv_len, self.tile * self.options.shared + unit.head)
+            slot = self.slot(i)
 
             @pl.when(i >= self.options.tiling.stages)
             def _wait():
@@ -111,9 +111,10 @@ class Worker:
 
             fetch_block(self.k_gmem.at[layer], *where, self.k_smem.at[slot], self.k_arrived(slot))
             fetch_block(self.v_gmem.at[layer], *where, self.v_smem.at[slot], self.v_arrived(slot))
-            return after, next_ids
+            after = self.following(unit)
+            return after, self.pages_of(after)  # read while it waits for room: a read takes as long as much of a unit
 
-        lax.fori_loop(0, self.count, step, (self.begin, self.pages_of(self.begin)))
+        lax.fori_loop(0, self.count, step, (self.begin, self.begin_pages))
 
     # The warpgroup that computes. Its four warps meet at each `commit_smem`, twice a unit, and nowhere else: behind the
     # first all have the scores of this unit and are done with the matmuls of the one before, behind the second all have

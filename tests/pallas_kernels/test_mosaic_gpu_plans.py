@@ -83,7 +83,7 @@ def test_decode_slices_share_all_units_equally(heads, q_len, window, lengths):
     scoring = Scoring(scale=1.0, sliding_window=window, soft_cap=None)
     how = {"q_len": q_len, "group": heads[0] // heads[1], "as_they_are": False, "scoring": scoring, "tiling": TILING}
     options = decode.Options(**how, shared=shared, num_tiles=num_tiles)
-    plan = jax.jit(functools.partial(decode.plan, heads=heads, sliding_window=window, tiling=TILING))
+    plan = jax.jit(functools.partial(decode.plan, heads=heads, page_size=64, sliding_window=window, tiling=TILING))
     for seed in range(10):
         kv_lens = LENGTHS[lengths](np.random.default_rng(seed)).tolist()
         work = jax.tree.map(np.asarray, plan(decode_batch(kv_lens, q_len)))
