@@ -39,11 +39,8 @@ class Options:
     num_tiles: int  # of a sequence
     as_they_are: bool  # the queries are such tiles already
     scoring: Scoring
+    slices: int  # of a tile
     tiling: Tiling
-
-    @property
-    def slices(self) -> int:
-        return self.tiling.workers // self.num_tiles
 
 
 def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, bool]:
@@ -51,6 +48,17 @@ def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, b
     group = num_heads // num_kv_heads
     as_they_are = q_len == 1 and num_heads % 8 == 0 and (8 % group == 0 or group % 8 == 0)
     return max(1, 8 // group) if as_they_are else 1, as_they_are
+
+
+def num_slices(batch: int, num_tiles: int, tiling: Tiling) -> int:
+    """Into how many slices a tile of all sequences is cut: one for each worker.
+
+    Or up to a sixteenth fewer, if so many go into the sequences or the sequences into them: then equally long ones are
+    not split, or all in the same way. The workers left over are not missed where memory is what limits.
+    """
+    most = tiling.workers // num_tiles
+    even = most // batch * batch if batch <= most else -(-batch // -(-batch // most))
+    return even if 16 * even >= 15 * most else most
 
 
 def rows_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> int:
@@ -100,7 +108,7 @@ def plan(
     `heads` are the numbers of query and of KV heads.
     """
     kv_lens, shared = batch.kv_lens, heads_of_tile(*heads, batch.max_q_len)[0]
-    slices = tiling.workers // (heads[1] // shared)
+    slices = num_slices(kv_lens.shape[0], heads[1] // shared, tiling)
     first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
     row = jnp.arange(kv_lens.shape[0])
     size = jnp.where(row <= jnp.max(jnp.where(kv_lens > 0, row, -1)), last - first, 0)

@@ -23,8 +23,9 @@ TILING = decode.Tiling(block=64, stages=3, pairs=2, blocks=7)
 
 
 def decode_batch(kv_lens, q_len: int) -> AttentionBatch:
+    table = 1 + np.arange(len(kv_lens) * 500).reshape(len(kv_lens), 500)
     return AttentionBatch(
-        page_table=jnp.zeros((len(kv_lens), 1), jnp.int32), kv_lens=jnp.asarray(kv_lens, jnp.int32), max_q_len=q_len
+        page_table=jnp.asarray(table, jnp.int32), kv_lens=jnp.asarray(kv_lens, jnp.int32), max_q_len=q_len
     )
 
 
@@ -82,12 +83,12 @@ def test_decode_slices_share_all_units_equally(heads, q_len, window, lengths):
     shared, num_tiles = HEADS[heads]
     scoring = Scoring(scale=1.0, sliding_window=window, soft_cap=None)
     how = {"q_len": q_len, "group": heads[0] // heads[1], "as_they_are": False, "scoring": scoring, "tiling": TILING}
-    options = decode.Options(**how, shared=shared, num_tiles=num_tiles)
-    plan = jax.jit(functools.partial(decode.plan, heads=heads, page_size=64, sliding_window=window, tiling=TILING))
+    options = decode.Options(**how, shared=shared, num_tiles=num_tiles, slices=decode.num_slices(9, num_tiles, TILING))
+    plan = jax.jit(functools.partial(decode.plan, heads=heads, page_size=16, sliding_window=window, tiling=TILING))
     for seed in range(10):
         kv_lens = LENGTHS[lengths](np.random.default_rng(seed)).tolist()
         work = jax.tree.map(np.asarray, plan(decode_batch(kv_lens, q_len)))
-        assert work.start.shape == (TILING.workers // num_tiles + 1,)
+        assert work.start.shape == (options.slices + 1,)
         assert np.ptp(np.diff(work.start)) <= 1
         found = [list(walk(work, number, kv_lens, shared, q_len, window)) for number in range(options.slices)]
         expected = all_units(kv_lens, shared, q_len, window)
@@ -98,6 +99,14 @@ def test_decode_slices_share_all_units_equally(heads, q_len, window, lengths):
         if expected:
             check_split_tiles(work, found, options)
         check_what_a_slice_knows_of_its_first_unit(work, kv_lens, q_len, window)
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_tiles", "expected"), [(64, 4, 64), (8, 4, 64), (256, 4, 64), (1, 4, 66), (48, 4, 66), (64, 2, 128)]
+)
+def test_equally_long_sequences_are_not_split_if_that_leaves_few_workers_idle(batch, num_tiles, expected):
+    tiling = decode.Tiling(block=64, stages=3, pairs=2, blocks=132)
+    assert decode.num_slices(batch, num_tiles, tiling) == expected
 
 
 def check_split_tiles(work: decode.Work, found, options: decode.Options) -> None:
@@ -125,6 +134,10 @@ def check_what_a_slice_knows_of_its_first_unit(work: decode.Work, kv_lens, q_len
         blocks = visible_blocks(kv_len, q_len, window)
         assert work.begin.kv_len[number] == kv_len
         assert (work.begin.first[number], work.begin.last[number]) == (blocks.start, blocks.stop)
+        last_page = max(0, -(-kv_len // 16) - 1)
+        pages = [min(4 * work.begin.at[number] + j, last_page) for j in range(4)]
+        of_sequence = 1 + 500 * work.begin.sequence[number]
+        assert work.begin_pages[number].tolist() == [of_sequence + page if kv_len else 0 for page in pages]
 
 
 def prefill_batch(kv_lens, q_lens) -> AttentionBatch:
