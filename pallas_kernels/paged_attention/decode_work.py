@@ -39,8 +39,11 @@ class Options:
     num_tiles: int  # of a sequence
     as_they_are: bool  # the queries are such tiles already
     scoring: Scoring
-    slices: int  # of a tile
     tiling: Tiling
+
+    @property
+    def slices(self) -> int:
+        return self.tiling.workers // self.num_tiles
 
 
 def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, bool]:
@@ -48,17 +51,6 @@ def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, b
     group = num_heads // num_kv_heads
     as_they_are = q_len == 1 and num_heads % 8 == 0 and (8 % group == 0 or group % 8 == 0)
     return max(1, 8 // group) if as_they_are else 1, as_they_are
-
-
-def num_slices(batch: int, num_tiles: int, tiling: Tiling) -> int:
-    """Into how many slices a tile of all sequences is cut: one for each worker.
-
-    Or up to a sixteenth fewer, if so many go into the sequences or the sequences into them: then equally long ones are
-    not split, or all in the same way. The workers left over are not missed where memory is what limits.
-    """
-    most = tiling.workers // num_tiles
-    even = most // batch * batch if batch <= most else -(-batch // -(-batch // most))
-    return even if 16 * even >= 15 * most else most
 
 
 def rows_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> int:
@@ -94,6 +86,7 @@ class Work:
     """How the units of a tile of each sequence are shared out: the same for all tiles, and for all layers of a kind."""
 
     ends: Array  # i32 [B], units of the sequences up to and with this one
+    share: tuple[Array, Array]  # i32 [1] each: units of a slice, and how many slices, the first ones, have one more
     start: Array  # i32 [slices + 1], the first unit of each slice, and the number of units
     begin: Unit  # i32 [slices], that unit
     begin_pages: Array  # i32 [slices, pages of a block], of that unit: its copies wait for no read of a table
@@ -103,18 +96,22 @@ class Work:
 def plan(
     batch: AttentionBatch, heads: tuple[int, int], page_size: int, sliding_window: int | None, tiling: Tiling
 ) -> Work:
-    """Equal runs of units for all slices. Empty sequences at the end, which are padding, have no units.
+    """Equal runs of units for all slices, or for as many as `whole_slices` says if all sequences are equally long.
+
+    Empty sequences at the end, which are padding, have no units.
 
     `heads` are the numbers of query and of KV heads.
     """
     kv_lens, shared = batch.kv_lens, heads_of_tile(*heads, batch.max_q_len)[0]
-    slices = num_slices(kv_lens.shape[0], heads[1] // shared, tiling)
+    slices = tiling.workers // (heads[1] // shared)
     first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
     row = jnp.arange(kv_lens.shape[0])
     size = jnp.where(row <= jnp.max(jnp.where(kv_lens > 0, row, -1)), last - first, 0)
     ends = shared * jnp.cumsum(size, dtype=jnp.int32)
-    share, rest = lax.div(ends[-1], slices), lax.rem(ends[-1], slices)
-    start = _first_unit(jnp.arange(slices + 1, dtype=jnp.int32), share, rest)
+    used = jnp.where(jnp.all(size == size[0]), whole_slices(kv_lens.shape[0], slices), slices)
+    share, rest = lax.div(ends[-1], used), lax.rem(ends[-1], used)
+    number = jnp.arange(slices + 1, dtype=jnp.int32)
+    start = jnp.minimum(number * share + jnp.minimum(number, rest), ends[-1])
     sequence = jnp.searchsorted(ends, start[:-1], side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)  # beyond: a slice without work
     offset = start[:-1] - (ends - shared * size)[sequence]
@@ -129,6 +126,7 @@ def plan(
     pages = page_ids(batch.page_table, sequence, begin.kv_len, begin.at * tiling.block, tiling.block, page_size)
     return Work(
         ends=ends,
+        share=(share[None], rest[None]),
         start=start,
         begin=begin,
         begin_pages=jnp.stack(pages, axis=1),
@@ -143,35 +141,38 @@ def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: i
     return first, jnp.maximum(lax.div(kv_lens + (block - 1), block), first + 1)
 
 
-def _first_unit(number: Array, share: Array, rest: Array) -> Array:
-    """The first `rest` slices take `share + 1` units, the others `share`."""
-    return number * share + jnp.minimum(number, rest)
+def whole_slices(batch: int, slices: int) -> int:
+    """How many slices are used if all sequences are equally long: so many that none is split, if that leaves at most a
+    sixteenth of the workers idle. Memory is as busy without these, and there are no parts to write and to add.
+    """
+    of_a_slice = -(-batch // slices)  # sequences
+    used = batch // of_a_slice
+    return used if batch % of_a_slice == 0 and 16 * used >= 15 * slices else slices
 
 
-def slices_of_tile(end: Array, num_blocks: Array, num_units: Array, options: Options) -> tuple[Array, Array]:
+def slices_of_tile(end: Array, num_blocks: Array, share: tuple[Array, Array], shared: int) -> tuple[Array, Array]:
     """The first slice of a tile, and how many have some of it.
 
-    Its sequence has the units up to `end`, `num_blocks` for each head.
+    Its sequence has the units up to `end`, `num_blocks` for each of the `shared` heads.
     """
-    size = options.shared * num_blocks
-    return _slices_of(end - size, size, num_units, options)
+    size = shared * num_blocks
+    return _slices_of(end - size, size, share)
 
 
-def slices_of_begun_tile(number: Array, end: Array, after: Unit, num_units: Array, options: Options) -> Array:
+def slices_of_begun_tile(number: Array, end: Array, after: Unit, share: tuple[Array, Array], shared: int) -> Array:
     """How many slices have some of the tile that this one begins and does not complete; 0 if there is none.
 
     This slice has the units up to `end`, which is that of the next one, `after`. So it is the tile of that unit.
     """
-    num_before = after.before(options.shared)
-    first, count = _slices_of(end - num_before, after.of_tile(options.shared), num_units, options)
+    num_before = after.before(shared)
+    first, count = _slices_of(end - num_before, after.of_tile(shared), share)
     return jnp.where((num_before > 0) & (first == number) & (count > 1), count, 0)
 
 
-def _slices_of(begin: Array, size: Array, num_units: Array, options: Options) -> tuple[Array, Array]:
+def _slices_of(begin: Array, size: Array, share: tuple[Array, Array]) -> tuple[Array, Array]:
     """The slice that has unit `begin`, and how many have that and the next ones, `size` in all."""
-    share, rest = lax.div(num_units, options.slices), lax.rem(num_units, options.slices)
-    first = _slice_of(begin, share, rest)
-    return first, _slice_of(begin + size - 1, share, rest) + 1 - first
+    first = _slice_of(begin, *share)
+    return first, _slice_of(begin + size - 1, *share) + 1 - first
 
 
 def _slice_of(unit: Array, share: Array, rest: Array) -> Array:

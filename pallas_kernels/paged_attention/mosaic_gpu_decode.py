@@ -24,15 +24,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.paged_attention.decode_work import (
-    PARTS,
-    Options,
-    Tiling,
-    Unit,
-    Work,
-    heads_of_tile,
-    num_slices,
-)
+from jaxserve.pallas_kernels.paged_attention.decode_work import PARTS, Options, Tiling, Unit, Work, heads_of_tile
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, SCORES, SWIZZLED, Scoring, pages_type
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_worker import Worker
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_merge import merge_parts
@@ -63,7 +55,6 @@ def paged_attention(
         num_tiles=K // shared,
         as_they_are=as_they_are,
         scoring=scoring,
-        slices=num_slices(q.shape[0] // q_len, K // shared, tiling),
         tiling=tiling,
     )
     out, lse, parts, part_lse = _attend(_tiles(q, K, options), kv, layer, batch, work, options, interpret)

@@ -59,6 +59,7 @@ def merge_parts(
         part_lse,
         batch.kv_lens,
         work.ends,
+        *work.share,
         work.start,
         work.begin.sequence,
         work.begin.head,
@@ -77,6 +78,8 @@ def _merge_kernel(
     part_lse_gmem,  # f32 [PARTS * workers, rows]
     lens_gmem,  # i32 [B]
     ends_gmem,  # i32 [B]
+    share_gmem,  # i32 [1], as the next: Work.share
+    rest_gmem,
     start_gmem,  # i32 [slices + 1]
     sequence_gmem,  # i32 [slices], as the next five: Work.begin
     head_gmem,
@@ -95,7 +98,7 @@ def _merge_kernel(
 
     One of few tiles is looked up by its index. Of many, it is the one in which the next slice than this one begins.
     """
-    (B, num_tiles), num_units = out_gmem.shape[:2], start_gmem[options.slices]
+    (B, num_tiles), share = out_gmem.shape[:2], (share_gmem[0], rest_gmem[0])
     index, num_blocks = lax.axis_index("tile"), (B if by_tile else options.slices - 1) * num_tiles
     tile = lax.rem(index, num_tiles)
 
@@ -111,13 +114,13 @@ def _merge_kernel(
         sequence = lax.div(index, num_tiles)
         kv_len = lens_gmem[sequence]
         first, last = block_range(kv_len, options.q_len, options.scoring.sliding_window, options.tiling.block)
-        number, num_parts = slices_of_tile(ends_gmem[sequence], last - first, num_units, options)
+        number, num_parts = slices_of_tile(ends_gmem[sequence], last - first, share, options.shared)
     else:
         number = lax.div(index, num_tiles)
         fields = (sequence_gmem, head_gmem, at_gmem, kv_len_gmem, first_gmem, last_gmem)
         sequence, head, at, kv_len, first, last = (field[number + 1] for field in fields)
         after = Unit(sequence=sequence, head=head, at=at, kv_len=kv_len, first=first, last=last)
-        num_parts = slices_of_begun_tile(number, start_gmem[number + 1], after, num_units, options)
+        num_parts = slices_of_begun_tile(number, start_gmem[number + 1], after, share, options.shared)
 
     @pl.when((num_parts > 1) & (kv_len > 0))
     def _():

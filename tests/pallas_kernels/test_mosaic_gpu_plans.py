@@ -1,5 +1,6 @@
 """How the Hopper kernels share out their work, without the kernels: random regions, and what a worker would walk."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -83,7 +84,7 @@ def test_decode_slices_share_all_units_equally(heads, q_len, window, lengths):
     shared, num_tiles = HEADS[heads]
     scoring = Scoring(scale=1.0, sliding_window=window, soft_cap=None)
     how = {"q_len": q_len, "group": heads[0] // heads[1], "as_they_are": False, "scoring": scoring, "tiling": TILING}
-    options = decode.Options(**how, shared=shared, num_tiles=num_tiles, slices=decode.num_slices(9, num_tiles, TILING))
+    options = decode.Options(**how, shared=shared, num_tiles=num_tiles)
     plan = jax.jit(functools.partial(decode.plan, heads=heads, page_size=16, sliding_window=window, tiling=TILING))
     for seed in range(10):
         kv_lens = LENGTHS[lengths](np.random.default_rng(seed)).tolist()
@@ -101,12 +102,19 @@ def test_decode_slices_share_all_units_equally(heads, q_len, window, lengths):
         check_what_a_slice_knows_of_its_first_unit(work, kv_lens, q_len, window)
 
 
-@pytest.mark.parametrize(
-    ("batch", "num_tiles", "expected"), [(64, 4, 64), (8, 4, 64), (256, 4, 64), (1, 4, 66), (48, 4, 66), (64, 2, 128)]
-)
-def test_equally_long_sequences_are_not_split_if_that_leaves_few_workers_idle(batch, num_tiles, expected):
-    tiling = decode.Tiling(block=64, stages=3, pairs=2, blocks=132)
-    assert decode.num_slices(batch, num_tiles, tiling) == expected
+@pytest.mark.parametrize(("batch", "used"), [(16, 16), (32, 16), (48, 16), (15, 17), (31, 17), (8, 17), (1, 17)])
+def test_equally_long_sequences_are_not_split_if_few_workers_are_left_over(batch, used):
+    """Of 17. Eight sequences would leave half of them idle."""
+    tiling = dataclasses.replace(TILING, pairs=1, blocks=17)
+
+    def sizes(lengths) -> np.ndarray:
+        return np.diff(decode.plan(decode_batch(lengths, 1), (8, 1), 64, None, tiling).start)
+
+    for lengths in ([2000] * batch, [1990, *[2000] * (batch - 1)]):  # all of 32 blocks
+        assert np.count_nonzero(sizes(lengths)) == used
+        assert used == 17 or not (sizes(lengths) % 32).any()
+    if batch > 1:
+        assert np.count_nonzero(sizes([1900, *[2000] * (batch - 1)])) == 17
 
 
 def check_split_tiles(work: decode.Work, found, options: decode.Options) -> None:
@@ -115,14 +123,14 @@ def check_split_tiles(work: decode.Work, found, options: decode.Options) -> None
     for number, units in enumerate(found):
         for sequence in dict.fromkeys(sequence for sequence, _, _ in units):
             expected.setdefault(sequence, []).append(number)
-    num_units, sequences = work.start[-1], jnp.asarray([*expected])
+    share, sequences = [part[0] for part in work.share], jnp.asarray([*expected])
     num_blocks = (np.diff(work.ends, prepend=0) // options.shared)[sequences]
-    firsts, counts = decode.slices_of_tile(work.ends[sequences], num_blocks, num_units, options)
+    firsts, counts = decode.slices_of_tile(work.ends[sequences], num_blocks, share, options.shared)
     assert [[*range(w, w + n)] for w, n in zip(firsts, counts, strict=True)] == [*expected.values()]
 
     numbers = jnp.arange(options.slices - 1)
     after = jax.tree.map(lambda field: field[1:], work.begin)
-    counts = np.asarray(decode.slices_of_begun_tile(numbers, work.start[1:-1], after, num_units, options))
+    counts = np.asarray(decode.slices_of_begun_tile(numbers, work.start[1:-1], after, share, options.shared))
     found_tiles = {after.sequence[w]: [*range(w, w + counts[w])] for w in np.flatnonzero(counts)}
     assert np.count_nonzero(counts) == len(found_tiles)
     assert found_tiles == {tile: those for tile, those in expected.items() if len(those) > 1}
