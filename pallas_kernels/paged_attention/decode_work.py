@@ -38,6 +38,7 @@ class Options:
     shared: int  # KV heads whose query heads are the rows of one tile
     num_tiles: int  # of a sequence
     as_they_are: bool  # the queries are such tiles already
+    apart: "Apart | None"  # the sequences are KV heads with tables of their own
     scoring: Scoring
     tiling: Tiling
 
@@ -45,12 +46,40 @@ class Options:
     def slices(self) -> int:
         return self.tiling.workers // self.num_tiles
 
+    def queries_of(self, sequence: Array) -> Array:
+        """Whose tiles of queries those of a sequence are."""
+        return sequence if self.apart is None else lax.div(sequence, self.apart.beside)
+
+    def kv_head(self, sequence: Array, tile: Array, head: Array | int) -> Array:
+        """Of the pages of a head of a tile."""
+        return tile * self.shared + head if self.apart is None else lax.rem(sequence, self.apart.num_kv_heads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Apart:
+    """KV heads with tables of their own: each is a sequence with one tile of one KV head.
+
+    The query heads of `beside` KV heads are one tile of queries. All of these attend to each of the KV heads, in tiles
+    of outputs of which only some rows count.
+    """
+
+    num_kv_heads: int
+    beside: int
+
 
 def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, bool]:
     """The KV heads whose query heads are the rows of one tile, and whether the queries are such tiles as they are."""
     group = num_heads // num_kv_heads
     as_they_are = q_len == 1 and num_heads % 8 == 0 and (8 % group == 0 or group % 8 == 0)
     return max(1, 8 // group) if as_they_are else 1, as_they_are
+
+
+def by_sequence(batch: AttentionBatch) -> AttentionBatch:
+    """The region with KV heads that have tables of their own as sequences."""
+    if not batch.by_kv_head:
+        return batch
+    table = batch.page_table.reshape(-1, batch.page_table.shape[2])
+    return dataclasses.replace(batch, page_table=table, kv_lens=batch.kv_lens.reshape(-1))
 
 
 def rows_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> int:
@@ -99,8 +128,12 @@ def plan(
 
     `heads` are the numbers of query and of KV heads.
     """
-    kv_lens, shared = batch.kv_lens, heads_of_tile(*heads, batch.max_q_len)[0]
-    slices = tiling.workers // (heads[1] // shared)
+    shared, slices = 1, tiling.workers
+    if not batch.by_kv_head:
+        shared, _ = heads_of_tile(*heads, batch.max_q_len)
+        slices = tiling.workers // (heads[1] // shared)
+    batch = by_sequence(batch)
+    kv_lens = batch.kv_lens
     first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
     row = jnp.arange(kv_lens.shape[0])
     size = jnp.where(row <= jnp.max(jnp.where(kv_lens > 0, row, -1)), last - first, 0)
