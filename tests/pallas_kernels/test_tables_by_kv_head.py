@@ -192,5 +192,5 @@ def test_a_plan_made_before_gives_what_one_made_on_the_spot_gives():
 
 def test_kernels_for_tpu_say_that_a_sequence_has_one_table():
     q, kv, batch = inputs(Case(32, 8, H=128), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="'mosaic_tpu': .*one page table, not one for each KV head"):
+    with pytest.raises(NotImplementedError, match=r"'mosaic_tpu': .*one page table, not one for each KV head"):
         paged_attention(q, kv, LAYER, batch, scale=1.0, implementation="mosaic_tpu")
