@@ -30,7 +30,13 @@ from jax.typing import DTypeLike
 
 from benchmarks import shapes
 from benchmarks._report import Row, report
-from jaxserve.pallas_kernels.paged_attention import AttentionBatch, KVCache, paged_attention, prepare
+from jaxserve.pallas_kernels.paged_attention import (
+    AttentionBatch,
+    Implementation,
+    KVCache,
+    paged_attention,
+    prepare,
+)
 
 try:
     import flashinfer
@@ -59,11 +65,18 @@ def cache(
     return KVCache(k=k, v=v, k_scale=scale, v_scale=scale), jnp.asarray(table)
 
 
-def attention_s(q: Array, kv: KVCache, batch: AttentionBatch, *, calls: int) -> float:
+def attention_s(
+    q: Array,
+    kv: KVCache,
+    batch: AttentionBatch,
+    *,
+    calls: int,
+    implementation: Implementation | None = "mosaic_gpu",
+) -> float:
     """Seconds of one call, planned before."""
-    options = {"scale": q.shape[-1] ** -0.5, "implementation": "mosaic_gpu"}
+    options = {"scale": q.shape[-1] ** -0.5, "implementation": implementation}
     rows = {"num_rows": q.shape[0], "num_heads": q.shape[1]}
-    plan = functools.partial(prepare, **rows, sliding_window=None, implementation="mosaic_gpu")
+    plan = functools.partial(prepare, **rows, sliding_window=None, implementation=implementation)
     batch = jax.jit(plan)(batch, kv)
     attend = jax.jit(functools.partial(paged_attention, **options))
 

@@ -73,7 +73,6 @@ def prepare_batch(
     sparse = None
     if policies is not None and spec.sliding_window is None:
         sparse = SparseStep(policies=policies, decode=batch.decode, prefill=batch.prefill)
-        decode = batch.decode if policies.decode is not None else decode  # its pages are selected layer by layer
     turn = rotation(batch.positions, spec.frequencies)
     if on_hopper(decode, prefill):
         turn = rope_kv_write.for_heads(turn, kv)

@@ -96,6 +96,7 @@ class KernelShape:
     q_len: int = 1  # of a sequence that decodes
     prefill_rows: int = 0  # of all sequences; 0 = they decode
     dtype: Any = jnp.bfloat16  # of the cache
+    by_kv_head: bool = False  # each KV head has a page table
 
     @property
     def rows(self) -> int:
@@ -112,6 +113,9 @@ KERNELS = {
     "decode_64_8_128_eight_tokens": KernelShape(num_seqs=16, heads=(64, 8, 128), q_len=8),  # the most rows
     "decode_8_4_256": KernelShape(num_seqs=16, heads=(8, 4, 256)),
     "decode_8_4_64_one_sequence": KernelShape(num_seqs=1, heads=(8, 4, 64)),
+    "decode_32_8_128_by_kv_head": KernelShape(num_seqs=8, heads=(32, 8, 128), by_kv_head=True),
+    "decode_9_3_64_by_kv_head": KernelShape(num_seqs=64, heads=(9, 3, 64), page_size=16, by_kv_head=True),
+    "decode_8_4_256_by_kv_head": KernelShape(num_seqs=16, heads=(8, 4, 256), by_kv_head=True),
     "prefill_32_8_128_one_sequence": KernelShape(num_seqs=1, heads=(32, 8, 128), prefill_rows=512),
     "prefill_9_3_64": KernelShape(num_seqs=4, heads=(9, 3, 64), page_size=16, prefill_rows=512),
     "prefill_8_4_256": KernelShape(num_seqs=4, heads=(8, 4, 256), prefill_rows=512),
@@ -125,6 +129,7 @@ KERNELS |= {
         "decode_8_4_64_eight_tokens",
         "decode_64_8_128_eight_tokens",
         "decode_8_4_256",
+        "decode_32_8_128_by_kv_head",
         "prefill_32_8_128_one_sequence",
         "prefill_9_3_64",
         "prefill_8_4_256",
@@ -247,9 +252,10 @@ def compile_attention(shape: KernelShape, struct: Callable[..., Any], platform: 
     pages, scale = struct((2, num_pages, shape.page_size, *position), shape.dtype), None
     if shape.dtype == jnp.float8_e4m3fn:
         scale = struct((2, K), jnp.float32)
+    tables = (shape.num_seqs, K) if shape.by_kv_head else (shape.num_seqs,)
     batch = paged_attention.AttentionBatch(
-        page_table=struct((shape.num_seqs, 64), jnp.int32),
-        kv_lens=struct((shape.num_seqs,), jnp.int32),
+        page_table=struct((*tables, 64), jnp.int32),
+        kv_lens=struct(tables, jnp.int32),
         cu_q_lens=struct((shape.num_seqs + 1,), jnp.int32) if shape.prefill_rows else None,
         max_q_len=shape.q_len,
     )

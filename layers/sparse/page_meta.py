@@ -2,15 +2,14 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxserve.layers.sparse.hooks import PageMeta
+from jaxserve.pallas_kernels import page_scores as page_scores_kernel
 from jaxserve.pallas_kernels.paged_attention.types import FP8, KVCache
-from jaxserve.pallas_kernels.target import target_device
 from jaxserve.sharding.collectives import axis_size
 from jaxserve.sharding.kv_parallel import AXIS, local_pages, sum_over_kv
 
@@ -63,26 +62,5 @@ def page_scores(
         page_table: ids of all ranks' pages.
         num_pages: of each sequence; the scores of what its table holds beyond them mean nothing.
     """
-    _, P, K, M = meta.shape
-    width = probe.shape[2]
-    T, max_pages = page_table.shape
-    local = page_table if axis_size(AXIS) == 1 else local_pages(page_table, P)
-    block = _pages_a_turn(max_pages)
-    local = jnp.pad(local, ((0, 0), (0, -max_pages % block)))
-
-    def turn(i: Array, scores: Array) -> Array:
-        page = jax.lax.dynamic_slice_in_dim(local, i * block, block, axis=1)[:, None]
-        rows = (layer * P + jnp.clip(page, 0, P - 1)) * K + jnp.arange(K)[None, :, None]
-        found = meta.reshape(-1, M).at[rows].get(mode="promise_in_bounds").astype(jnp.float32)
-        parts = found.reshape(*rows.shape, M // width, width)
-        products = jnp.max(jnp.einsum("tkm,tkpum->tkpu", probe, parts, precision="highest"), axis=3)
-        return jax.lax.dynamic_update_slice_in_dim(scores, jnp.where(page >= 0, products, 0.0), i * block, axis=2)
-
-    turns = -(-jnp.max(num_pages) // block)
-    scores = jax.lax.fori_loop(0, turns, turn, jnp.zeros((T, K, local.shape[1]), jnp.float32))
-    return sum_over_kv(scores[..., :max_pages])
-
-
-def _pages_a_turn(max_pages: int) -> int:
-    """On CPU sequences shorter than the longest possible save time; elsewhere a loop costs more than it saves."""
-    return min(max_pages, 64) if target_device().platform == "cpu" else max_pages
+    local = page_table if axis_size(AXIS) == 1 else local_pages(page_table, meta.shape[1])
+    return sum_over_kv(page_scores_kernel.page_scores(probe, meta, layer, local, num_pages))

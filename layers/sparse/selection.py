@@ -41,10 +41,12 @@ def with_pages_begun(
     numbers: Int[Array, "T K C"], at_lens: Int[Array, " T"], kv_lens: Int[Array, " T"], page_size: int, most: int
 ) -> Int[Array, "T K C2"]:
     """The numbers, selected when rows saw `at_lens` positions, and the pages begun since; these are at most `most`."""
-    begun = -(-at_lens // page_size)[:, None] + jnp.arange(most)[None]
-    begun = jnp.broadcast_to(begun[:, None], (*numbers.shape[:2], most))
-    is_page = jnp.concatenate([numbers != NO_PAGE, begun * page_size < kv_lens[:, None, None]], axis=2)
-    return ascending(jnp.concatenate([numbers, begun], axis=2), is_page)
+    place = jnp.arange(numbers.shape[2] + most)[None, None]
+    after = place - jnp.sum(numbers != NO_PAGE, axis=2, keepdims=True, dtype=jnp.int32)  # the last that was selected
+    begun = -(-at_lens // page_size)[:, None, None] + after
+    is_begun = (after >= 0) & (after < most) & (begun * page_size < kv_lens[:, None, None])
+    selected = jnp.pad(numbers, ((0, 0), (0, 0), (0, most)), constant_values=NO_PAGE)
+    return jnp.where(is_begun, begun, selected)
 
 
 def tables_of(

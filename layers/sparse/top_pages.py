@@ -2,13 +2,11 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.layers.sparse.hooks import Select
-from jaxserve.layers.sparse.selection import ascending
+from jaxserve.pallas_kernels.top_pages import top_pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +26,4 @@ class TopPages(Select):
         layer: int | Int[Array, ""] = 0,
     ) -> Int[Array, "T K C"]:
         assert scores is not None, "a policy that takes the best pages needs metadata"
-        number = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-        last = (kv_lens[:, None, None] - 1) // page_size
-        rank = jnp.where(number == last, jnp.inf, jnp.where(number < last, scores, -jnp.inf))
-        best, numbers = jax.lax.top_k(rank, min(self.max_pages(page_size), scores.shape[2]))
-        return ascending(numbers, best > -jnp.inf)
+        return top_pages(scores, -(-kv_lens // page_size), self.max_pages(page_size))

@@ -12,7 +12,6 @@ from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as Atte
 from jaxserve.pallas_kernels.target import target_device
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
-BY_KV_HEAD = "page tables for each KV head are served by xla only"
 HopperWork = decode_work.Work | prefill_work.Work  # what `prepare` adds to a batch for the Hopper kernels
 
 
@@ -49,8 +48,6 @@ def paged_attention(
         implementation = _choose(q, kv, batch)
     if batch.by_kv_head:
         assert (batch.max_q_len, batch.cu_q_lens, sliding_window) == (1, None, None)
-        if implementation != "xla":
-            raise NotImplementedError(BY_KV_HEAD)
     if implementation == "mosaic_gpu":
         out, lse = mosaic_gpu.paged_attention(q, kv, layer, batch, **options)
     elif implementation == "mosaic_tpu":
@@ -100,7 +97,7 @@ def _choose(q: Array, kv: KVCache, batch: AttentionBatch) -> Implementation:
     if best == "xla":
         return best
     kernels = mosaic_gpu if best == "mosaic_gpu" else mosaic_tpu
-    reason = BY_KV_HEAD if batch.by_kv_head else kernels.unsupported(q, kv, batch)
+    reason = kernels.unsupported(q, kv, batch)
     if reason:
         say_once("paged attention", reason)
     return "xla" if reason else best

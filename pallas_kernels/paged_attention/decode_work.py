@@ -30,6 +30,18 @@ class Tiling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Apart:
+    """KV heads with tables of their own: each is a sequence with one tile of one KV head.
+
+    The query heads of `beside` KV heads are one tile of queries. All of these attend to each of the KV heads, in tiles
+    of outputs of which only some rows count.
+    """
+
+    num_kv_heads: int
+    beside: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """What the kernels know when they are compiled, besides shapes."""
 
@@ -40,10 +52,19 @@ class Options:
     as_they_are: bool  # the queries are such tiles already
     scoring: Scoring
     tiling: Tiling
+    apart: Apart | None = None  # the sequences are KV heads with tables of their own
 
     @property
     def slices(self) -> int:
         return self.tiling.workers // self.num_tiles
+
+    def queries_of(self, sequence: Array) -> Array:
+        """Whose tiles of queries those of a sequence are."""
+        return sequence if self.apart is None else lax.div(sequence, self.apart.beside)
+
+    def kv_head(self, sequence: Array, tile: Array, head: Array | int) -> Array:
+        """Of the pages of a head of a tile."""
+        return tile * self.shared + head if self.apart is None else lax.rem(sequence, self.apart.num_kv_heads)
 
 
 def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, bool]:
@@ -51,6 +72,14 @@ def heads_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> tuple[int, b
     group = num_heads // num_kv_heads
     as_they_are = q_len == 1 and num_heads % 8 == 0 and (8 % group == 0 or group % 8 == 0)
     return max(1, 8 // group) if as_they_are else 1, as_they_are
+
+
+def by_sequence(batch: AttentionBatch) -> AttentionBatch:
+    """The region with KV heads that have tables of their own as sequences."""
+    if not batch.by_kv_head:
+        return batch
+    table = batch.page_table.reshape(-1, batch.page_table.shape[2])
+    return dataclasses.replace(batch, page_table=table, kv_lens=batch.kv_lens.reshape(-1))
 
 
 def rows_of_tile(num_heads: int, num_kv_heads: int, q_len: int) -> int:
@@ -102,19 +131,23 @@ def plan(
 
     `heads` are the numbers of query and of KV heads.
     """
-    kv_lens, shared = batch.kv_lens, heads_of_tile(*heads, batch.max_q_len)[0]
-    slices = tiling.workers // (heads[1] // shared)
+    shared, slices = 1, tiling.workers
+    if not batch.by_kv_head:
+        shared, _ = heads_of_tile(*heads, batch.max_q_len)
+        slices = tiling.workers // (heads[1] // shared)
+    batch = by_sequence(batch)
+    kv_lens = batch.kv_lens
     first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
-    row = jnp.arange(kv_lens.shape[0])
-    size = jnp.where(row <= jnp.max(jnp.where(kv_lens > 0, row, -1)), last - first, 0)
-    ends = shared * jnp.cumsum(size, dtype=jnp.int32)
-    used = jnp.where(jnp.all(size == size[0]), whole_slices(kv_lens.shape[0], slices), slices)
+    ends = shared * _sums_of_used(last - first, kv_lens > 0)
+    used = slices
+    if (whole := whole_slices(kv_lens.shape[0], slices)) != slices:
+        used = jnp.where(jnp.all((last - first == last[0] - first[0]) & (kv_lens > 0)), whole, slices)
     share, rest = lax.div(ends[-1], used), lax.rem(ends[-1], used)
     number = jnp.arange(slices + 1, dtype=jnp.int32)
     start = jnp.minimum(number * share + jnp.minimum(number, rest), ends[-1])
-    sequence = jnp.searchsorted(ends, start[:-1], side="right", method="compare_all").astype(jnp.int32)
+    sequence = jnp.sum(ends[None] <= start[:-1, None], axis=1, dtype=jnp.int32)
     sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)  # beyond: a slice without work
-    offset = start[:-1] - (ends - shared * size)[sequence]
+    offset = start[:-1] - ends[sequence] + shared * (last - first)[sequence]
     begin = Unit(
         sequence=sequence,
         head=lax.rem(offset, shared),
@@ -132,6 +165,19 @@ def plan(
         begin_pages=jnp.stack(pages, axis=1),
         prepared_for=(heads, sliding_window, tiling),
     )
+
+
+def _sums_of_used(sizes: Array, used: Array) -> Array:
+    """Cumulative sums, to which those after the last that is used add nothing.
+
+    One reduction of all pairs: for tables of KV heads this is done in each layer, where a launch costs more than it.
+    """
+    row = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    pairs = (row.size, row.size)
+    added = jnp.where(row[None] <= row[:, None], sizes[None], 0)
+    last = jnp.broadcast_to(jnp.where(used, row, -1)[None], pairs)
+    sums, last = lax.reduce((added, last), (0, -1), lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])), (1,))
+    return jnp.where(last >= 0, jnp.minimum(sums, sums[last]), 0)
 
 
 def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: int) -> tuple[Array, Array]:

@@ -24,7 +24,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.paged_attention.decode_work import PARTS, Options, Tiling, Unit, Work, heads_of_tile
+from jaxserve.pallas_kernels.paged_attention.decode_work import (
+    PARTS,
+    Apart,
+    Options,
+    Tiling,
+    Unit,
+    Work,
+    by_sequence,
+    heads_of_tile,
+    rows_of_tile,
+)
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER, SCORES, SWIZZLED, Scoring, pages_type
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_worker import Worker
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_merge import merge_parts
@@ -48,15 +58,18 @@ def paged_attention(
     (_, N, H), K, q_len = q.shape, kv.k.shape[3], batch.max_q_len
     assert work.prepared_for == ((N, K), scoring.sliding_window, tiling), "prepared for other layers"
     shared, as_they_are = heads_of_tile(N, K, q_len)
+    apart = Apart(num_kv_heads=K, beside=shared) if batch.by_kv_head else None
     options = Options(
         q_len=q_len,
         group=N // K,
-        shared=shared,
-        num_tiles=K // shared,
+        shared=1 if apart else shared,
+        num_tiles=1 if apart else K // shared,
         as_they_are=as_they_are,
+        apart=apart,
         scoring=scoring,
         tiling=tiling,
     )
+    batch = by_sequence(batch)
     out, lse, parts, part_lse = _attend(_tiles(q, K, options), kv, layer, batch, work, options, interpret)
     out, lse = merge_parts(out, lse, parts, part_lse, batch, work, options, interpret)
     return _heads(out, options).reshape(-1, N, H), _heads(lse, options).reshape(-1, N)
@@ -66,18 +79,31 @@ def _tiles(q: Array, K: int, options: Options) -> Array:
     """Queries by tile, `[B, tiles, rows, H]`: rows are (query token, head of the group), in whole swizzles of eight."""
     (num_rows, _, H), q_len = q.shape, options.q_len
     if options.as_they_are:
-        return q.reshape(num_rows, K // options.shared, -1, H)
+        return q.reshape(-1, options.num_tiles, rows_of_tile(K * options.group, K, q_len), H)
     tiles = q.reshape(num_rows // q_len, q_len, K, options.group, H).swapaxes(1, 2)
     tiles = tiles.reshape(num_rows // q_len, K, q_len * options.group, H)
-    return jnp.pad(tiles, ((0, 0), (0, 0), (0, -tiles.shape[2] % 8), (0, 0)))
+    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, -tiles.shape[2] % 8), (0, 0)))
+    return tiles.reshape(-1, options.num_tiles, *tiles.shape[2:])
 
 
 def _heads(tiles: Array, options: Options) -> Array:
     """What `_tiles` has put into tiles, in the order that it was in."""
+    if options.apart is not None:
+        tiles = _own_rows(tiles, options.apart, options.group)
     if options.as_they_are:
         return tiles
     (B, K, _, *rest), q_len, group = tiles.shape, options.q_len, options.group
     return tiles[:, :, : q_len * group].reshape(B, K, q_len, group, *rest).swapaxes(1, 2)
+
+
+def _own_rows(tiles: Array, apart: Apart, group: int) -> Array:
+    """Of tiles `[B * K, 1, rows, ..]`, one of each KV head, the rows of that one and padding: `[B, K, rows, ..]`."""
+    count, (rows, *rest) = apart.beside, tiles.shape[2:]
+    if count == 1:
+        return tiles.reshape(-1, apart.num_kv_heads, rows, *rest)
+    tiles = tiles.reshape(-1, apart.num_kv_heads // count, count, count, group, *rest)
+    own = jnp.stack([tiles[:, :, head, head] for head in range(count)], axis=2)
+    return own.reshape(-1, apart.num_kv_heads, group, *rest)
 
 
 def _attend(
@@ -90,7 +116,8 @@ def _attend(
     interpret: bool,
 ) -> tuple[Array, Array, Array, Array]:
     """Outputs of the tiles that are whole and the logarithms of their denominators, and those of all parts."""
-    (*_, rows, H), tiling = tiles.shape, options.tiling
+    (*_, num_tiles, rows, H), tiling = tiles.shape, options.tiling
+    out = (batch.kv_lens.shape[0], num_tiles, rows, H)
     pairs, stages, block, workers = tiling.pairs, tiling.stages, tiling.block, tiling.workers
     wide = plgpu.SMEM((pairs, block, H), tiles.dtype, transforms=SWIZZLED)
     narrow = pages_type((pairs, stages, block, H), kv.k.dtype)
@@ -99,8 +126,8 @@ def _attend(
     return plgpu.kernel(
         functools.partial(_attend_kernel, options=options),
         out_type=(
-            jax.ShapeDtypeStruct(tiles.shape, tiles.dtype),
-            jax.ShapeDtypeStruct(tiles.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct(out, tiles.dtype),
+            jax.ShapeDtypeStruct(out[:3], jnp.float32),
             jax.ShapeDtypeStruct((PARTS * workers, rows, H), tiles.dtype),
             jax.ShapeDtypeStruct((PARTS * workers, rows), jnp.float32),
         ),

@@ -40,7 +40,7 @@ ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-
 class Worker:
     """One worker: its memory, its barriers, and how it walks over its units."""
 
-    q_gmem: Any  # [B, tiles, rows, H]
+    q_gmem: Any  # [B, tiles, rows, H]; of Apart.beside sequences one tile
     k_gmem: Any  # [L, P, page_size, K, H]
     v_gmem: Any
     k_scale_gmem: Any  # f32 [L, K], or None
@@ -102,7 +102,8 @@ class Worker:
 
         def step(i: Array, carry: tuple[Unit, list[Array]]) -> tuple[Unit, list[Array]]:
             unit, ids = carry
-            where = (ids, unit.at * self.block, unit.kv_len, self.tile * self.options.shared + unit.head)
+            head = self.options.kv_head(unit.sequence, self.tile, unit.head)
+            where = (ids, unit.at * self.block, unit.kv_len, head)
             slot = self.slot(i)
 
             @pl.when(i >= self.options.tiling.stages)
@@ -135,7 +136,8 @@ class Worker:
         return zeros((H, rows), plgpu.Layout.WGMMA), none + LEAST, none
 
     def fetch_queries(self, unit: Unit) -> None:
-        plgpu.copy_gmem_to_smem(self.q_gmem.at[unit.sequence, self.tile], self.q_smem, self.q_arrived)
+        queries = self.q_gmem.at[self.options.queries_of(unit.sequence), self.tile]
+        plgpu.copy_gmem_to_smem(queries, self.q_smem, self.q_arrived)
 
     def attend_unit(self, i: Array, carry: tuple) -> tuple:
         """One step of the online softmax (arXiv 2205.14135); maxima are in units of log 2."""
@@ -187,7 +189,8 @@ class Worker:
 
     def scores(self, unit: Unit, slot: Array) -> tuple[Array, Any]:
         """Scores `[rows, block]`, -inf where a row does not see, and the factor that turns them into units of log 2."""
-        k_scale = scale_of(self.k_scale_gmem, self.layer_gmem[0], self.tile * self.options.shared + unit.head)
+        head = self.options.kv_head(unit.sequence, self.tile, unit.head)
+        k_scale = scale_of(self.k_scale_gmem, self.layer_gmem[0], head)
         plgpu.barrier_wait(self.k_arrived(slot))
 
         def product(ref):
@@ -250,10 +253,11 @@ class Worker:
 
         return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(self.q_smem.shape[::-1]))
 
-    def v_scales(self, like: Array) -> Any:
+    def v_scales(self, unit: Unit, like: Array) -> Any:
         """The scale of the values of each row's KV head."""
         layer, shared = self.layer_gmem[0], self.options.shared
-        scales = [scale_of(self.v_scale_gmem, layer, self.tile * shared + head) for head in range(shared)]
+        heads = [self.options.kv_head(unit.sequence, self.tile, head) for head in range(shared)]
+        scales = [scale_of(self.v_scale_gmem, layer, head) for head in heads]
         if self.v_scale_gmem is None or shared == 1:
             return scales[0]
         by_row = jnp.broadcast_to(scales[0], like.shape)
@@ -265,7 +269,7 @@ class Worker:
         self, unit: Unit, slot: Array, begun: Array, completed: Array, out: Array, maximum: Array, total: Array
     ) -> None:
         """Writes what this worker, which has `begun` or `completed` the tile or both, has found out about it."""
-        self.inverse_smem[...] = jnp.where(total > 0, 1.0 / total, 0.0) * self.v_scales(total)
+        self.inverse_smem[...] = jnp.where(total > 0, 1.0 / total, 0.0) * self.v_scales(unit, total)
         self.lse_smem[...] = jnp.where(total > 0, maximum / LOG2_E + jnp.log(total), -jnp.inf)
         plgpu.commit_smem()
         out_smem = self.values(slot).at[pl.ds(0, self.q_smem.shape[0])]  # the values are done with

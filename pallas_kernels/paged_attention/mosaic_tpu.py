@@ -27,6 +27,8 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
         return f"heads of {H} must fill the {position_rows} rows of {lanes} of a position"
     if (rows := page_size * position_rows) % (tile := 32 // kv.k.dtype.itemsize):
         return f"a page must have a multiple of {tile} rows of {LANES} numbers, got {rows}"
+    if batch.by_kv_head:
+        return "a sequence must have one page table, not one for each KV head"
     if batch.own_lens is not None:
         return "rows must see all tokens of the pages in their tables: they hold one rank's pages"
     if (pages := batch.page_table.shape[1]) > MAX_PAGES:
