@@ -48,6 +48,8 @@ from jaxserve.layers.decoder import stack_layers  # noqa: E402
 from jaxserve.layers.kv_cache import init_kv_cache, position_shape  # noqa: E402
 from jaxserve.layers.moe import moe  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
+from jaxserve.layers.sparse import LServe, Policy, Quest, StreamingLLM  # noqa: E402
+from jaxserve.layers.sparse.attend import attend_decode  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
 from jaxserve.pallas_kernels import dense_layer, paged_attention  # noqa: E402
 from jaxserve.sharding.mesh import AXES, replicated  # noqa: E402
@@ -144,6 +146,14 @@ TPU_KERNELS = {
     "decode_8_4_256": KERNELS["decode_8_4_256"],
     "prefill_32_8_128": KernelShape(num_seqs=4, heads=(32, 8, 128), prefill_rows=512),
     "prefill_8_4_256_fp8": KERNELS["prefill_8_4_256_fp8"],
+}
+
+POLICIES = {  # and head_dim
+    "quest": (Quest(budget=3276), 128),
+    "quest_every_4": (Quest(budget=3276, reselect=4), 128),
+    "quest_256": (Quest(budget=3276), 256),
+    "lserve": (LServe(), 128),
+    "streaming_llm": (StreamingLLM(), 128),
 }
 
 COLLECTIVES = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
@@ -277,6 +287,48 @@ def compile_on_tpu(shape: KernelShape | ExpertsShape, family: str) -> dict:
     return {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "calls": len(calls)}
 
 
+def compile_selected_attention(policy: Policy, head_dim: int, struct: Callable[..., Any]) -> Any:
+    """Attention of 8 sequences of 32,768 tokens to a tenth of their pages, as each layer does it."""
+    B, K, H, max_pages, page_meta = 8, 8, head_dim, 512, policy.page_meta
+    pages = struct((2, B * max_pages + 1, 64, K, H), jnp.bfloat16)
+    C = policy.select.max_pages(64)
+    kv = paged_attention.KVCache(
+        k=pages,
+        v=pages,
+        meta=page_meta and struct((2, pages.shape[1], K, page_meta.num_parts * page_meta.width(H)), jnp.bfloat16),
+        carry=struct((2, B, K, C), jnp.int32) if policy.reselect > 1 else None,
+    )
+    ints = struct((B,), jnp.int32)
+    table = struct((B, max_pages), jnp.int32)
+    region = paged_attention.AttentionBatch(page_table=table, kv_lens=ints, slots=ints, prompt_lens=ints)
+
+    def layer(q: Any, kv: paged_attention.KVCache, layer: Any, region: paged_attention.AttentionBatch) -> Any:
+        attention = functools.partial(paged_attention.paged_attention, scale=H**-0.5, return_lse=True)
+        attend = lambda rows, tables: attention(rows, kv, layer, tables)  # noqa: E731
+        (out, _), after = attend_decode(policy, q, kv, layer, region, attend)
+        return out, after
+
+    return compile_for(layer, struct((B, 32, H), jnp.bfloat16), kv, struct((), jnp.int32), region, donate_argnums=1)
+
+
+def selected_attention(name: str, struct: Callable[..., Any]) -> dict:
+    compiled = []
+
+    def compile_it() -> Any:
+        compiled.append(compile_selected_attention(*POLICIES[name], struct))
+        return compiled[0]
+
+    found = kernels_of(compile_it)
+    hlo = compiled[0].as_text()
+    return found | operations(hlo) | {"loops": hlo.count(" while("), "launches": launches(hlo)}
+
+
+def launches(hlo: str) -> int:
+    """Kernels of a program, one after the other."""
+    (entry,) = re.findall(r"^ENTRY [^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL)
+    return len(re.findall(r" (?:fusion|custom-call|copy|sort|scatter|while)\(", entry))
+
+
 def compile_dense_layer(num_rows: int, struct: Callable[..., Any]) -> Any:
     """Of Llama-3.1-8B's shape."""
     L, D, QKV, F = 2, 4096, 6144, 14336
@@ -398,6 +450,7 @@ def main(platform: str) -> None:
             shape = ExpertsShape(num_tokens=num_tokens, num_layers=48)
             compiles[name] = functools.partial(compile_experts, shape, struct)
         result["kernels"] = {name: kernels_of(compile_it) for name, compile_it in compiles.items()}
+        result["policies"] = {name: selected_attention(name, struct) for name in POLICIES}
     result["programs"] = {name: compile_step(model, shape, platform, place, args) for name, shape in SHAPES.items()}
     for name, sizes in MESHES.items() if platform != "cpu" else ():
         mesh = Mesh(np.array(devices[:2]).reshape(sizes), AXES)

@@ -138,6 +138,21 @@ def test_hopper_kernels_keep_what_they_work_on_in_registers():
 
 @pytest.mark.full
 @needs("jax_cuda13_plugin")
+def test_policies_on_the_h200_select_by_kernels_without_loops_or_sorts():
+    """Of which the host, or the device by a launch each, would have to be asked."""
+    policies = compiled_for("cuda")["policies"]
+    attention = {f"paged_attention_{name}": 1 for name in ("plan", "decode", "merge")}
+    selection = {"page_scores": 1, "top_pages": 1}
+    for name, found in policies.items():
+        assert found["spilled_bytes"] <= (128 if "_256" in name else 0), name
+        assert found["kernels"] == attention | (selection if name != "streaming_llm" else {}), name
+        assert found["sorts"] == found["loops"] == found["copies"] == 0, name
+        assert found["launches"] <= 12, name
+        assert found["temp_bytes"] < 8 << 20, name  # metadata of a layer are 17 or 67 MB
+
+
+@pytest.mark.full
+@needs("jax_cuda13_plugin")
 def test_experts_on_the_h200_are_read_where_they_lie():
     experts = {name: k for name, k in compiled_for("cuda")["kernels"].items() if name.startswith("experts")}
     assert len(experts) == 5

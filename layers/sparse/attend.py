@@ -31,8 +31,7 @@ class Rows(NamedTuple):
 
     @property
     def page_table(self) -> Array:
-        table = self.region.page_table
-        return table if self.region.cu_q_lens is None else table[self.sequence]
+        return self.region.page_table[self.sequence]
 
 
 def attend_decode(
@@ -107,7 +106,7 @@ def select_rows(policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> 
 def _select_where(wanted: Array, policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> Array:
     """What these rows select; others nothing."""
     if target_device().platform == "gpu" and rows.region.cu_q_lens is None:  # what is saved is less than a loop costs
-        return select_pages(policy, rows.q, kv, layer, rows.page_table, jnp.where(wanted, rows.seen, 0))
+        return select_pages(policy, rows.q, kv, layer, rows.region.page_table, jnp.where(wanted, rows.seen, 0))
 
     def some(part: Rows, _: Array) -> Array:
         return select_pages(policy, part.q, kv, layer, part.page_table, part.seen)

@@ -8,6 +8,7 @@ a time, whatever the page and head.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +135,7 @@ def _score(
     lax.fori_loop(0, lax.div(num_chunks - first + (blocks - 1), blocks), step, None)
 
 
-def by_row(width: int) -> plgpu.Layout:
+def by_row(width: int) -> Any:
     """Of `[ROWS, width]`: two rows to a warp, which reduces them by itself, and the neighbours' lanes side by side."""
     vector = min(8, width // 16)
     tiling = plgpu.Tiling(((ROWS, 16 * vector), (2, 16 * vector), (vector,)))

@@ -138,16 +138,17 @@ def plan(
     batch = by_sequence(batch)
     kv_lens = batch.kv_lens
     first, last = block_range(kv_lens, batch.max_q_len, sliding_window, tiling.block)
-    ends = shared * _sums_of_used(last - first, kv_lens > 0)
+    row = jnp.arange(kv_lens.shape[0])
+    size = jnp.where(row <= jnp.max(jnp.where(kv_lens > 0, row, -1)), last - first, 0)
+    ends = shared * jnp.cumsum(size, dtype=jnp.int32)
     used = slices
     if (whole := whole_slices(kv_lens.shape[0], slices)) != slices:
-        used = jnp.where(jnp.all((last - first == last[0] - first[0]) & (kv_lens > 0)), whole, slices)
+        used = jnp.where(jnp.all(size == size[0]), whole, slices)
     share, rest = lax.div(ends[-1], used), lax.rem(ends[-1], used)
-    number = jnp.arange(slices + 1, dtype=jnp.int32)
-    start = jnp.minimum(number * share + jnp.minimum(number, rest), ends[-1])
-    sequence = jnp.sum(ends[None] <= start[:-1, None], axis=1, dtype=jnp.int32)
+    start = jnp.minimum(first_unit(jnp.arange(slices + 1, dtype=jnp.int32), share, rest), ends[-1])
+    sequence = jnp.searchsorted(ends, start[:-1], side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)  # beyond: a slice without work
-    offset = start[:-1] - ends[sequence] + shared * (last - first)[sequence]
+    offset = start[:-1] - (ends - shared * size)[sequence]
     begin = Unit(
         sequence=sequence,
         head=lax.rem(offset, shared),
@@ -167,19 +168,6 @@ def plan(
     )
 
 
-def _sums_of_used(sizes: Array, used: Array) -> Array:
-    """Cumulative sums, to which those after the last that is used add nothing.
-
-    One reduction of all pairs: for tables of KV heads this is done in each layer, where a launch costs more than it.
-    """
-    row = jnp.arange(sizes.shape[0], dtype=jnp.int32)
-    pairs = (row.size, row.size)
-    added = jnp.where(row[None] <= row[:, None], sizes[None], 0)
-    last = jnp.broadcast_to(jnp.where(used, row, -1)[None], pairs)
-    sums, last = lax.reduce((added, last), (0, -1), lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])), (1,))
-    return jnp.where(last >= 0, jnp.minimum(sums, sums[last]), 0)
-
-
 def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: int) -> tuple[Array, Array]:
     """Blocks `[first, last)` that the rows of a sequence see; an empty sequence has one, of the null page."""
     window = EVERYTHING if sliding_window is None else sliding_window
@@ -194,6 +182,11 @@ def whole_slices(batch: int, slices: int) -> int:
     of_a_slice = -(-batch // slices)  # sequences
     used = batch // of_a_slice
     return used if batch % of_a_slice == 0 and 16 * used >= 15 * slices else slices
+
+
+def first_unit(number: Array, share: Array, rest: Array) -> Array:
+    """The first `rest` slices take `share + 1` units, the others `share`."""
+    return number * share + jnp.minimum(number, rest)
 
 
 def slices_of_tile(end: Array, num_blocks: Array, share: tuple[Array, Array], shared: int) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ from jax import Array
 from jaxserve.pallas_kernels.paged_attention import (
     decode_work,
     mosaic_gpu_decode as decode,
+    mosaic_gpu_plan,
     mosaic_gpu_prefill as prefill,
     prefill_work,
 )
@@ -45,13 +46,22 @@ def unsupported(q: Array, kv: KVCache, batch: AttentionBatch) -> str | None:
 
 
 def plan(
-    batch: AttentionBatch, kv: KVCache, num_rows: int, num_heads: int, sliding_window: int | None
+    batch: AttentionBatch,
+    kv: KVCache,
+    num_rows: int,
+    num_heads: int,
+    sliding_window: int | None,
+    *,
+    interpret: bool = False,
 ) -> decode_work.Work | prefill_work.Work:
     """What the kernels need to know of a region, whatever the layer."""
     if batch.cu_q_lens is not None:
         return prefill_work.plan(batch, num_rows)
     tiling = decode_tiling(kv, num_heads, batch.max_q_len)
-    return decode_work.plan(batch, (num_heads, kv.k.shape[3]), kv.page_size, sliding_window, tiling)
+    heads = (num_heads, kv.k.shape[3])
+    if batch.by_kv_head and (interpret or target_device().platform == "gpu"):
+        return mosaic_gpu_plan.plan(batch, heads, kv.page_size, tiling, interpret=interpret)
+    return decode_work.plan(batch, heads, kv.page_size, sliding_window, tiling)
 
 
 def paged_attention(
@@ -73,7 +83,7 @@ def paged_attention(
     if reason := unsupported(q, kv, batch):
         raise NotImplementedError(f"paged_attention: implementation 'mosaic_gpu': {reason}")
     scoring = Scoring(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
-    work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window)
+    work = batch.work or plan(batch, kv, q.shape[0], q.shape[1], sliding_window, interpret=interpret)
     given = (q if kv.k.dtype == q.dtype else _as_wide(q), kv, layer, batch, scoring)
     if isinstance(work, prefill_work.Work):
         out, lse = prefill.paged_attention(*given, prefill_tiling(kv), work, interpret=interpret)

@@ -15,7 +15,9 @@ from attention_cases import LAYER, LAYERS
 from jaxserve.pallas_kernels.paged_attention import (
     AttentionBatch,
     KVCache,
+    decode_work,
     mosaic_gpu,
+    mosaic_gpu_plan,
     paged_attention,
     prepare,
     reference,
@@ -188,6 +190,29 @@ def test_a_plan_made_before_gives_what_one_made_on_the_spot_gives():
         run(q, kv, prepared, case.options, "mosaic_gpu"), run(q, kv, batch, case.options, "mosaic_gpu"), strict=True
     ):
         np.testing.assert_array_equal(got, expected)
+
+
+@need_interpreter
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_the_kernel_plans_what_the_definition_plans(page_size, seed):
+    """Of slices without work only that they have none."""
+    rng = np.random.default_rng(seed)
+    S, K, tiling = 5 + 6 * (seed == 1), 3, decode_work.Tiling(block=64, stages=2, pairs=2, blocks=(3, 20, 7, 2)[seed])
+    kv_lens = rng.integers(0, 400, (S, K)) * rng.integers(0, 2, (S, K)) * (seed < 3)
+    kv_lens[S - 2 :] = 0  # padding
+    table = jnp.asarray(rng.integers(1, 99, (S, K, -(-400 // page_size))), jnp.int32)
+    batch = AttentionBatch(page_table=table, kv_lens=jnp.asarray(kv_lens, jnp.int32))
+    expected = decode_work.plan(batch, (8 * K, K), page_size, None, tiling)
+    found = mosaic_gpu_plan.plan(batch, (8 * K, K), page_size, tiling, interpret=not ON_GPU)
+    assert found.prepared_for == expected.prepared_for
+    np.testing.assert_array_equal(found.ends, expected.ends)
+    np.testing.assert_array_equal(found.start, expected.start)
+    works = np.diff(expected.start) > 0
+    for name in ("sequence", "head", "at", "kv_len", "first", "last"):
+        got, right = (np.asarray(getattr(work.begin, name))[works] for work in (found, expected))
+        np.testing.assert_array_equal(got, right, err_msg=name)
+    np.testing.assert_array_equal(np.asarray(found.begin_pages)[works], np.asarray(expected.begin_pages)[works])
 
 
 def test_kernels_for_tpu_say_that_a_sequence_has_one_table():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +203,21 @@ def test_rows_between_two_selections_read_the_last_one_and_the_pages_begun_since
             expected = [*quest_pages(case, 12, 0, k, at + 1, q[at]), *begun]
             assert [number for number in found[p][k] if number != selection.NO_PAGE] == expected
     assert (np.asarray(kv.carry)[:, [0, 1, 3]] == 7).all()  # other slots keep theirs
+
+
+def test_on_a_gpu_decode_rows_select_all_at_once_what_they_select_some_at_a_time_elsewhere(monkeypatch):
+    policy = Quest(budget=12, reselect=4)
+    case = written(policy.page_meta, (33, 0, 19), 10)
+    kv = dataclasses.replace(case.kv, carry=jnp.zeros((cases.LAYERS, 4, K, 3), jnp.int32))
+    three = jnp.arange(3)
+    region = dataclasses.replace(case.batch, slots=three, prompt_lens=jnp.zeros(3, jnp.int32))
+    rows = attend_module.Rows(case.q, region, three, region.kv_lens)
+    expected, expected_kv = attend_module.select_rows(policy, rows, kv, LAYER)
+    monkeypatch.setattr(attend_module, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
+    found, found_kv = attend_module.select_rows(policy, rows, kv, LAYER)
+    assert (np.asarray(expected[0]) >= 0).any()  # the first sequence selects now, the third did before
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found_kv.carry, expected_kv.carry)
 
 
 @pytest.mark.parametrize("policy", [Quest(budget=12), StreamingLLM(sinks=1, window=9)], ids=str)
