@@ -44,6 +44,7 @@ CONTEXTS = (1024, 2048, 4096, 8192, 16_384, 32_768)  # among which a policy brea
 PHASES = 4  # steps, in each of which other sequences select
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sequences:
     """Random keys, values and metadata, and what a decode step says of the sequences."""
