@@ -14,13 +14,16 @@ Two rules make a token independent of how the work was cut, batched, cached or c
   then not those that a prompt with the same tokens has: such pages are not shared, see `SparseAttention`.
 """
 
+from jaxserve.layers.sparse.flash_prefill import FlashPrefill as FlashPrefill
 from jaxserve.layers.sparse.hooks import (
+    MaximumMeta as MaximumMeta,
     LayerPolicies as LayerPolicies,
     Layout as Layout,
     PageMeta as PageMeta,
     Policy as Policy,
     Select as Select,
     SparseAttention as SparseAttention,
+    WholePageMeta as WholePageMeta,
 )
 from jaxserve.layers.sparse.lserve import LServe as LServe
 from jaxserve.layers.sparse.options import POLICIES as POLICIES, resolve as resolve

@@ -70,8 +70,11 @@ def attend_prefill(
     """
     out = dense() if None in policies else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
     for policy, rows in rows_by_policy(policies, q, region):
-        numbers, kv = select_rows(policy, rows, kv, layer)
-        out = attend_rows(rows, numbers, kv, attention, out)
+        if policy.reselect == 1:
+            out = _select_and_attend(policy, rows, kv, layer, attention, out)
+        else:
+            numbers, kv = select_rows(policy, rows, kv, layer)
+            out = attend_rows(rows, numbers, kv, attention, out)
     return out, kv
 
 
@@ -128,6 +131,18 @@ def _carry(numbers: Array, at: Array, rows: Rows, kv: KVCache, layer: int | Arra
     numbers = jnp.where(here, numbers[jnp.maximum(source, 0)], kv.carry[layer, slots])
     to = jnp.where((row + 1 == end) & (rows.seen > 0), slots, kv.carry.shape[1])
     return numbers, dataclasses.replace(kv, carry=kv.carry.at[layer, to].set(numbers, mode="drop"))
+
+
+def _select_and_attend(
+    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention, out: tuple
+) -> tuple[Array, Array]:
+    """As `attend_rows`, where what rows select is forgotten again: of all of them it would take much memory."""
+
+    def some(part: Rows, _: Array) -> tuple[Array, Array]:
+        numbers = select_pages(policy, part.q, kv, layer, part.page_table, part.seen)
+        return attention(part.q, tables_of(numbers, part.page_table, part.seen, kv.page_size, kv.k.shape[1]))
+
+    return _over(rows.seen > 0, some, rows, out)
 
 
 def attend_rows(rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple) -> tuple[Array, Array]:

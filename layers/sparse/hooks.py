@@ -12,13 +12,15 @@ from jaxtyping import Float, Int
 
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
+ALL_PAGES = 2**30  # more than any sequence has
+
 
 class PageMeta(abc.ABC):
-    """What is kept of a page's keys, for each KV head: the elementwise maximum over its tokens of `of_keys`.
+    """What is kept of a page's keys, for each KV head: a `MaximumMeta`, or a `WholePageMeta`.
 
-    A maximum is the same in whatever order and parts keys come. It starts anew with a page's first token. A page's
-    score is the dot product of its metadata with `probe`. Where a page has `num_parts`, equal and in the order of its
-    tokens, each has metadata, and the page's score is the best of theirs. Implementations are frozen dataclasses.
+    A page's score is the dot product of its metadata with `probe`. Where a page has `num_parts`, equal and in the order
+    of its tokens, each has metadata, and the page's score is the best of theirs. Implementations are frozen
+    dataclasses.
     """
 
     @property
@@ -30,12 +32,29 @@ class PageMeta(abc.ABC):
         """Numbers kept of each part of a page, for each KV head; M of them of the page."""
 
     @abc.abstractmethod
+    def probe(self, q: Float[Array, "T K G H"]) -> Float[Array, "T K *probes width"]:
+        """What a part's metadata is multiplied with for its score, float32: one for all heads of a group, or several,
+        each of which gives scores of its own.
+        """
+
+
+class MaximumMeta(PageMeta):
+    """The elementwise maximum over a page's tokens of `of_keys`.
+
+    A maximum is the same in whatever order and parts keys come. It starts anew with a page's first token.
+    """
+
+    @abc.abstractmethod
     def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K width"]:
         """The metadata of a part that holds this one key, after its rotation."""
 
+
+class WholePageMeta(PageMeta):
+    """`of_pages`, worked out once, when a page is complete: what keys add up to depends on their order otherwise."""
+
     @abc.abstractmethod
-    def probe(self, q: Float[Array, "T K G H"]) -> Float[Array, "T K width"]:
-        """What a part's metadata is multiplied with for its score, float32; one for all heads of a group."""
+    def of_pages(self, k: Float[Array, "P page_size K H"]) -> Float[Array, "P K width"]:
+        """The metadata of pages with these keys, after their rotation."""
 
 
 class Select(abc.ABC):
@@ -43,14 +62,14 @@ class Select(abc.ABC):
 
     @abc.abstractmethod
     def max_pages(self, page_size: int) -> int:
-        """C: the most pages that a row selects for a KV head, however long its sequence is."""
+        """C: the most pages that a row selects for a KV head, however long its sequence is; ALL_PAGES = no limit."""
 
     @abc.abstractmethod
     def pages(
         self,
         kv_lens: Int[Array, " T"],
         page_size: int,
-        scores: Float[Array, "T K max_pages"] | None,
+        scores: Float[Array, "T K *probes max_pages"] | None,
         layer: int | Int[Array, ""],
     ) -> Int[Array, "T heads C"]:
         """Numbers of pages in their sequences, ascending, then -1; `heads` is K, or 1 for the same in all heads.

@@ -5,12 +5,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.layers.sparse.flash_prefill import FlashPrefill
 from jaxserve.layers.sparse.hooks import Policy, SparseAttention
 from jaxserve.layers.sparse.lserve import LServe
 from jaxserve.layers.sparse.quest import Quest
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM
 
-POLICIES: Mapping[str, type[Policy]] = {"lserve": LServe, "quest": Quest, "streaming_llm": StreamingLLM}
+POLICIES: Mapping[str, type[Policy]] = {
+    "flash_prefill": FlashPrefill,
+    "lserve": LServe,
+    "quest": Quest,
+    "streaming_llm": StreamingLLM,
+}
 PHASES = ("decode", "prefill")
 
 

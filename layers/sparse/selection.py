@@ -1,5 +1,8 @@
 """From what a policy selects to page tables for each KV head."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
@@ -32,7 +35,10 @@ def select_pages(
     if policy.page_meta is not None:
         assert kv.meta is not None
         probe = policy.page_meta.probe(q.reshape(T, K, -1, H))
-        scores = page_scores(probe, kv.meta, layer, page_table, -(-kv_lens // page_size))
+        scored = functools.partial(
+            page_scores, meta=kv.meta, layer=layer, page_table=page_table, num_pages=-(-kv_lens // page_size)
+        )
+        scores = scored(probe) if probe.ndim == 3 else jax.vmap(scored, in_axes=2, out_axes=2)(probe)
     numbers = policy.select.pages(kv_lens, page_size, scores, layer)[..., : page_table.shape[1]]
     return jnp.broadcast_to(numbers, (T, K, numbers.shape[2]))
 

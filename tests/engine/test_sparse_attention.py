@@ -14,7 +14,7 @@ from meshes import DENSE, MODELS, folder_of
 
 from jaxserve import LLM, EngineDeadError, SamplingParams, cli
 from jaxserve.config import EngineConfig
-from jaxserve.layers.sparse import POLICIES as POLICY_KINDS, LServe, Quest, SparseAttention, StreamingLLM
+from jaxserve.layers.sparse import POLICIES as POLICY_KINDS, FlashPrefill, LServe, Quest, SparseAttention, StreamingLLM
 from jaxserve.scheduler import layered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sparse_attention.md").read_text(encoding="utf-8")
@@ -41,8 +41,9 @@ SAME = SparseAttention(decode=QUEST, prefill=QUEST)
 SELDOM = SparseAttention(decode=dataclasses.replace(QUEST, reselect=5))
 HALVES = LServe(budget=24, sinks=8, local=8, streaming_heads=((0, 2), (1, 0), (1, 1)))
 LSERVE = SparseAttention(decode=HALVES)
-POLICIES = {"lserve": LSERVE, "answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM}
-FAST = ("both", "seldom")
+FLASH = SparseAttention(prefill=FlashPrefill(alpha=0.9, sinks=8, window=8))
+POLICIES = {"flash": FLASH, "lserve": LSERVE, "answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM}
+FAST = ("both", "flash", "seldom")
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(3, 300, n).tolist() for n in (100, 71, 80)]
 PROMPTS.append(PROMPTS[0][:50] + PROMPTS[1][:20])  # shares a prefix
@@ -150,6 +151,7 @@ def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch)
         dataclasses.replace(QUEST, budget=160),
         StreamingLLM(window=160),
         dataclasses.replace(HALVES, budget=160, local=160),
+        FlashPrefill(alpha=0),
     ],
     ids=str,
 )
@@ -159,7 +161,7 @@ def test_a_policy_that_selects_all_pages_is_dense(start, alone, policy):
         assert run(start(sparse)) == alone(None)
 
 
-MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1)]
+MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1), (FLASH, 2, 3)]
 
 
 @pytest.mark.parametrize(("sparse", "kv", "tp"), [pytest.param(*c, marks=pytest.mark.full) for c in MESHES])
@@ -218,7 +220,7 @@ def test_shared_pages_keep_their_metadata_and_others_forget_them(alone, crowded)
 
 
 BAD = [
-    ("magic", r"must name a policy among \['lserve', 'quest', 'streaming_llm'\], or be one or None, got 'magic'"),
+    ("magic", r"must name a policy among \['.*'lserve', 'quest',.*'streaming_llm'\], or be one or None, got 'magic'"),
     (7, "must name a policy among .*, got 7"),
     ({}, "must have the key policy, or keys among"),
     ({"decode": "quest", "both": "quest"}, r"keys among .*, got \['both', 'decode'\]"),
@@ -234,6 +236,7 @@ BAD = [
     ({"prefill": {"policy": "quest", "reselect": 2}}, "each token of a prompt selects: its reselect must be 1, got 2"),
     ({"policy": "streaming_llm", "window": 0}, "window of StreamingLLM must be at least 1, got 0"),
     ({"policy": "quest", "budget": 23, "layers": [0, 2]}, "at least 3 pages of 8 tokens, got room for 2; give it 24"),
+    ({"policy": "flash_prefill", "alpha": 1.5}, r"alpha of FlashPrefill must be a number in \[0, 1\], got 1.5"),
     ({"policy": "lserve", "parts": 0}, "parts of LServe must be at least 1, got 0"),
     ({"policy": "lserve", "parts": 3}, "parts of LServe must divide a page of 8 tokens, got 3"),
     ({"policy": "lserve", "streaming_heads": [[1, 2, 3]]}, "streaming_heads of LServe must be pairs of layer and KV"),

@@ -1,0 +1,130 @@
+"""What policies with a threshold select is what a slow reading of their papers says."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sparse_cases as cases
+from sparse_cases import LAYER, MAX_PAGES, PAGE_SIZE, K, expected_tables, lengths, tables_of, written
+
+from jaxserve.layers.sparse import FlashPrefill, page_meta, selection
+from jaxserve.layers.sparse.page_meta import fold
+from jaxserve.layers.sparse.selection import select_pages
+from jaxserve.pallas_kernels.paged_attention import paged_attention
+from jaxserve.sharding import mesh as meshes
+from jaxserve.sharding.rules import kv_specs
+
+SEEDS = range(8)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def select(policy, q, kv, batch):
+    numbers = select_pages(policy, q, kv, jnp.int32(LAYER), batch.page_table, batch.kv_lens)
+    return selection.tables_of(numbers, batch.page_table, batch.kv_lens, PAGE_SIZE, kv.k.shape[1])
+
+
+def flash_prefill_pages(case, policy, s, k, n):
+    """Blocks of one query and of the keys of a page."""
+    last = (n - 1) // PAGE_SIZE
+    kept = {page for page in range(last + 1) if page * PAGE_SIZE < policy.sinks}
+    kept |= {page for page in range(last + 1) if (last - page) * PAGE_SIZE < policy.window} | {last}
+    for q in np.asarray(case.q[s], np.float64).reshape(K, -1, cases.H)[k]:
+        pages = case.keys[s, : last * PAGE_SIZE, k].reshape(last, PAGE_SIZE, cases.H)
+        scores = [np.exp(q @ keys.mean(axis=0) / np.sqrt(cases.H)) for keys in pages]
+        kept |= {page for page, score in enumerate(scores) if score >= policy.alpha * max(scores)}
+    return sorted(kept)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "sinks", "window"), [(0.18, 4, 8), (0.9, 0, 0), (0.97, 5, 9), (0.002, 0, 4), (0, 0, 0)]
+)
+def test_flash_prefill_selects_what_the_paper_says(alpha, sinks, window):
+    policy = FlashPrefill(alpha=alpha, sinks=sinks, window=window)
+    skips = 0
+    for seed in SEEDS:
+        case = written(policy.page_meta, lengths(seed), seed)
+        expected, lens = expected_tables(case, lambda *at, case=case: flash_prefill_pages(case, policy, *at))
+        found, found_lens = tables_of(select(policy, case.q, case.kv, case.batch))
+        assert found == expected
+        np.testing.assert_array_equal(found_lens, lens)
+        skips += np.sum(found_lens < np.asarray(case.batch.kv_lens)[:, None])
+    assert (skips == 0) == (alpha == 0)
+
+
+def attend(q, kv, batch):
+    return paged_attention(q, kv, jnp.int32(LAYER), batch, scale=0.2, return_lse=True)
+
+
+def test_a_threshold_of_nothing_is_dense_to_the_bit():
+    policy = FlashPrefill(alpha=0, sinks=0, window=0)
+    case = written(policy.page_meta, (36, 1, 18), 2)
+    selected = select(policy, case.q, case.kv, case.batch)
+    for got, dense in zip(
+        jax.jit(attend)(case.q, case.kv, selected), jax.jit(attend)(case.q, case.kv, case.batch), strict=True
+    ):
+        np.testing.assert_array_equal(got, dense)
+
+
+@pytest.mark.parametrize("stale", [np.nan, np.inf, 1e9])
+def test_metadata_of_whole_pages_are_those_of_their_present_owner(stale):
+    """Pages that are not complete keep what they had, and nobody looks at it."""
+    case = written(FlashPrefill().page_meta, (33, 7, 18), 3, stale)
+    for s, n in enumerate((33, 7, 18)):
+        for page in range(n // PAGE_SIZE):
+            expected = case.keys[s, page * PAGE_SIZE : (page + 1) * PAGE_SIZE].mean(axis=0)
+            np.testing.assert_array_equal(case.kv.meta[LAYER, case.batch.page_table[s, page]], expected)
+    other = case.kv.meta[1 - LAYER]
+    np.testing.assert_array_equal(other, np.full(other.shape, stale, np.float32))
+
+
+def test_metadata_of_whole_pages_do_not_depend_on_how_their_keys_came():
+    """Of keys whose sum depends on its order: in one piece, and one by one."""
+    meta, k = FlashPrefill().page_meta, jnp.asarray([1e8, 1.0, -1e8, 3.0])[:, None, None] * jnp.ones((4, 1, 2))
+    found = []
+    for cuts in ([0, 4], [0, 1, 2, 3, 4], [0, 3, 4]):
+        kv = cases.KVCache.zeros(1, 2, 4, (1, 2), jnp.float32, num_kv_heads=1)
+        kv = dataclasses.replace(kv, meta=jnp.full((1, 2, 1, 2), jnp.nan))
+        for start, end in itertools.pairwise(cuts):
+            at = (jnp.ones(end - start, jnp.int32), jnp.arange(start, end))
+            kv = fold(cases.write_kv(kv, 0, k[start:end], k[start:end], *at), 0, meta, 2, *at)
+        found.append(np.asarray(kv.meta[0, 1]))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+    assert np.isfinite(found[0]).all()
+
+
+def test_metadata_of_whole_pages_in_float8_are_those_of_what_they_hold():
+    meta, k = FlashPrefill().page_meta, jnp.asarray([[1.06, -300.0], [0.1, 7.3]])[:, None]  # two tokens, K = 1, H = 2
+    kv = dataclasses.replace(
+        cases.KVCache.zeros(1, 2, 2, (1, 2), jnp.float8_e4m3fn, num_kv_heads=1),
+        k_scale=jnp.full((1, 1), 2.0),
+        meta=jnp.zeros((1, 2, 1, 2), page_meta.meta_dtype(jnp.float8_e4m3fn)),
+    )
+    at = (jnp.ones(2, jnp.int32), jnp.arange(2))
+    kv = fold(cases.write_kv(kv, 0, k, k, *at), 0, meta, 2, *at)
+    held = 2.0 * np.asarray(kv.k, np.float32)[0, 1, :2, 0]
+    np.testing.assert_array_equal(kv.meta[0, 1, 0], jnp.asarray(held.mean(axis=0), jnp.bfloat16))
+
+
+def test_the_ranks_of_kv_select_together_what_one_device_selects():
+    policy, kv_size = FlashPrefill(alpha=0.5, sinks=4, window=4), 4
+    mesh = meshes.make_mesh(kv_size, 1)
+    case = written(policy.page_meta, (35, 3, 18), 6)
+    pad = -cases.NUM_PAGES % kv_size
+    kv = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)), case.kv)
+
+    def run(q, kv, batch):
+        return select_pages(policy, q, kv, jnp.int32(LAYER), batch.page_table, batch.kv_lens)[None]
+
+    found = jax.jit(meshes.on_ranks(mesh, run, lambda: ((jax.P(), kv_specs(kv), jax.P()), jax.P("kv"))))(
+        case.q, kv, case.batch
+    )
+    batch = case.batch
+    whole = jax.jit(lambda q, kv: select_pages(policy, q, kv, LAYER, batch.page_table, batch.kv_lens))(case.q, case.kv)
+    assert MAX_PAGES in whole.shape
+    for rank in range(kv_size):
+        np.testing.assert_array_equal(found[rank], whole)
