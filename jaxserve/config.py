@@ -313,6 +313,7 @@ def resolve(
         prefill_order=options.prefill_order,
         padded_decode_rows=tuple(padded),
         share_answers=selection is None or selection.shares_answers,
+        prompt_multiple=page_size if selection is not None and selection.cuts_at_pages else 1,
     )
     wanted = config.model.max_logprobs
     runner = RunnerConfig(

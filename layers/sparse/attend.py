@@ -5,6 +5,7 @@ so that where there are none it costs a loop of no turns.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.layers.sparse.hooks import LayerPolicies, Policy
-from jaxserve.layers.sparse.selection import NO_PAGE, select_pages, tables_of, with_pages_begun
+from jaxserve.layers.sparse.selection import NO_PAGE, select_pages, tables_of, united, with_pages_begun
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 from jaxserve.pallas_kernels.target import target_device
 
@@ -110,11 +111,18 @@ def _select_where(wanted: Array, policy: Policy, rows: Rows, kv: KVCache, layer:
     """What these rows select; others nothing."""
 
     def some(part: Rows, _: Array) -> Array:
-        return select_pages(policy, part.q, kv, layer, part.page_table, part.seen)
+        return _select(policy, part, kv, layer)
 
     most = min(policy.select.max_pages(kv.page_size), rows.region.page_table.shape[1])
     shape = (rows.q.shape[0], kv.num_heads(rows.q.shape[2]), most)
-    return _over(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
+    over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
+    return over(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
+
+
+def _select(policy: Policy, part: Rows, kv: KVCache, layer: int | Array) -> Array:
+    """What rows select; what one of them or more does, where these are those of a page and the policy unites them."""
+    numbers = select_pages(policy, part.q, kv, layer, part.page_table, part.seen)
+    return united(numbers, part.page_table.shape[1]) if policy.unites_rows else numbers
 
 
 def _carry(numbers: Array, at: Array, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
@@ -139,10 +147,11 @@ def _select_and_attend(
     """As `attend_rows`, where what rows select is forgotten again: of all of them it would take much memory."""
 
     def some(part: Rows, _: Array) -> tuple[Array, Array]:
-        numbers = select_pages(policy, part.q, kv, layer, part.page_table, part.seen)
+        numbers = _select(policy, part, kv, layer)
         return attention(part.q, tables_of(numbers, part.page_table, part.seen, kv.page_size, kv.k.shape[1]))
 
-    return _over(rows.seen > 0, some, rows, out)
+    over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
+    return over(rows.seen > 0, some, rows, out)
 
 
 def attend_rows(rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple) -> tuple[Array, Array]:
@@ -169,3 +178,23 @@ def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, ou
         return jax.tree.map(lambda x, y: x.at[to].set(y.astype(x.dtype), mode="drop"), out, function(part, at))
 
     return jax.lax.fori_loop(0, -(-count // size), turn, out)
+
+
+def _over_pages[T](
+    wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T, *, page_size: int
+) -> T:
+    """As `_over`, of the wanted rows of a sequence whose own page is the same: all of them at a time."""
+    num_rows = wanted.shape[0]
+    own = jnp.where(wanted, rows.sequence, -1), (rows.seen - 1) // page_size
+    begins = wanted & functools.reduce(jnp.logical_or, [jnp.diff(x, prepend=-2) != 0 for x in own])
+    order = jnp.argsort(~begins, stable=True)
+
+    def turn(i: Array, out: T) -> T:
+        at = order[i] + jnp.arange(page_size)
+        here = jnp.minimum(at, num_rows - 1)
+        is_row = (at < num_rows) & functools.reduce(jnp.logical_and, [x[here] == x[order[i]] for x in own])
+        part = Rows(rows.q[here], rows.region, rows.sequence[here], jnp.where(is_row, rows.seen[here], 0))
+        to = jnp.where(is_row, at, num_rows)
+        return jax.tree.map(lambda x, y: x.at[to].set(y.astype(x.dtype), mode="drop"), out, function(part, here))
+
+    return jax.lax.fori_loop(0, jnp.sum(begins), turn, out)

@@ -126,6 +126,11 @@ class Policy(abc.ABC):
     def select(self) -> Select: ...
 
     @property
+    def unites_rows(self) -> bool:
+        """Whether prompt tokens in the same page all read what one of them or more selects. Not for answers."""
+        return False
+
+    @property
     def min_pages(self) -> int:
         """Pages that a row must be able to read in any sequence that has them."""
         return 1
@@ -198,7 +203,8 @@ class SparseAttention:
     None means dense attention. Layers with a sliding window stay as they are.
 
     Raises:
-        ValueError: two policies that keep different metadata of the same pages, or one that reselects, for prompts.
+        ValueError: two policies that keep different metadata of the same pages, one that reselects, for prompts, or one
+            for prompts alone, for answers.
     """
 
     decode: Policy | None = None
@@ -210,6 +216,8 @@ class SparseAttention:
                 raise ValueError(f"{name} must be a policy such as Quest() or None, got {policy!r}")
         if self.prefill is not None and self.prefill.reselect > 1:
             raise ValueError(f"each token of a prompt selects: its reselect must be 1, got {self.prefill.reselect}")
+        if self.decode is not None and self.decode.unites_rows:
+            raise ValueError(f"{self.decode.name} is for prompts alone; give it as prefill, got it as decode")
         kept = {policy.page_meta for policy in self._policies() if policy.page_meta is not None}
         if len(kept) > 1:
             raise ValueError(f"decode and prefill must keep the same metadata of pages, got {sorted(map(repr, kept))}")
@@ -222,6 +230,11 @@ class SparseAttention:
     def shares_answers(self) -> bool:
         """Whether a token's keys and values are the same in a prompt and in an answer."""
         return self.decode == self.prefill
+
+    @property
+    def cuts_at_pages(self) -> bool:
+        """Whether steps may begin a part of a prompt only where a page begins."""
+        return self.prefill is not None and self.prefill.unites_rows
 
     def check(self, page_size: int, layout: Layout) -> None:
         """Raises ValueError where a policy does not fit the model, its pages or its mesh."""

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.layers.sparse.compact_attention import CompactAttention
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill
 from jaxserve.layers.sparse.hooks import Policy, SparseAttention
 from jaxserve.layers.sparse.lserve import LServe
@@ -12,6 +13,7 @@ from jaxserve.layers.sparse.quest import Quest
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM
 
 POLICIES: Mapping[str, type[Policy]] = {
+    "compact_attention": CompactAttention,
     "flash_prefill": FlashPrefill,
     "lserve": LServe,
     "quest": Quest,

@@ -43,6 +43,17 @@ def select_pages(
     return jnp.broadcast_to(numbers, (T, K, numbers.shape[2]))
 
 
+def united(numbers: Int[Array, "T K C"], max_pages: int) -> Int[Array, "T K max_pages"]:
+    """For each row the numbers that one or more of the rows have."""
+    K = numbers.shape[1]
+    head = jnp.arange(K)[None, :, None]
+    found = jnp.zeros((K, max_pages), bool).at[head, jnp.where(numbers == NO_PAGE, max_pages, numbers)].set(
+        True, mode="drop"
+    )
+    every = ascending(jnp.broadcast_to(jnp.arange(max_pages, dtype=numbers.dtype), found.shape), found)
+    return jnp.broadcast_to(every, (*numbers.shape[:2], max_pages))
+
+
 def with_pages_begun(
     numbers: Int[Array, "T K C"], at_lens: Int[Array, " T"], kv_lens: Int[Array, " T"], page_size: int, most: int
 ) -> Int[Array, "T K C2"]:
@@ -80,7 +91,7 @@ def tables_of(
     )
 
 
-def ascending(numbers: Int[Array, "T K C"], is_page: Bool[Array, "T K C"]) -> Int[Array, "T K C"]:
+def ascending(numbers: Int[Array, "*rows C"], is_page: Bool[Array, "*rows C"]) -> Int[Array, "*rows C"]:
     """The numbers that are a page's in ascending order, then NO_PAGE."""
     last = jnp.iinfo(numbers.dtype).max
     numbers = jnp.sort(jnp.where(is_page, numbers, last), axis=-1)

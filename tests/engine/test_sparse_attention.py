@@ -14,7 +14,15 @@ from meshes import DENSE, MODELS, folder_of
 
 from jaxserve import LLM, EngineDeadError, SamplingParams, cli
 from jaxserve.config import EngineConfig
-from jaxserve.layers.sparse import POLICIES as POLICY_KINDS, FlashPrefill, LServe, Quest, SparseAttention, StreamingLLM
+from jaxserve.layers.sparse import (
+    POLICIES as POLICY_KINDS,
+    CompactAttention,
+    FlashPrefill,
+    LServe,
+    Quest,
+    SparseAttention,
+    StreamingLLM,
+)
 from jaxserve.scheduler import layered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sparse_attention.md").read_text(encoding="utf-8")
@@ -42,8 +50,19 @@ SELDOM = SparseAttention(decode=dataclasses.replace(QUEST, reselect=5))
 HALVES = LServe(budget=24, sinks=8, local=8, streaming_heads=((0, 2), (1, 0), (1, 1)))
 LSERVE = SparseAttention(decode=HALVES)
 FLASH = SparseAttention(prefill=FlashPrefill(alpha=0.9, sinks=8, window=8))
-POLICIES = {"flash": FLASH, "lserve": LSERVE, "answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM}
-FAST = ("both", "flash", "seldom")
+COMPACT = SparseAttention(
+    decode=FlashPrefill(alpha=1, sinks=0, window=0), prefill=CompactAttention(alpha=1, sinks=0, window=0)
+)
+POLICIES = {
+    "compact": COMPACT,
+    "flash": FLASH,
+    "lserve": LSERVE,
+    "answers": ANSWERS,
+    "both": BOTH,
+    "same": SAME,
+    "seldom": SELDOM,
+}
+FAST = ("both", "compact", "flash", "seldom")
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(3, 300, n).tolist() for n in (100, 71, 80)]
 PROMPTS.append(PROMPTS[0][:50] + PROMPTS[1][:20])  # shares a prefix
@@ -161,7 +180,12 @@ def test_a_policy_that_selects_all_pages_is_dense(start, alone, policy):
         assert run(start(sparse)) == alone(None)
 
 
-MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1), (FLASH, 2, 3)]
+@pytest.mark.full
+def test_united_rows_that_select_all_pages_are_dense(start, alone):
+    assert run(start(SparseAttention(prefill=CompactAttention(alpha=0)))) == alone(None)
+
+
+MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1), (FLASH, 2, 3), (COMPACT, 4, 1)]
 
 
 @pytest.mark.parametrize(("sparse", "kv", "tp"), [pytest.param(*c, marks=pytest.mark.full) for c in MESHES])
@@ -237,6 +261,7 @@ BAD = [
     ({"policy": "streaming_llm", "window": 0}, "window of StreamingLLM must be at least 1, got 0"),
     ({"policy": "quest", "budget": 23, "layers": [0, 2]}, "at least 3 pages of 8 tokens, got room for 2; give it 24"),
     ({"policy": "flash_prefill", "alpha": 1.5}, r"alpha of FlashPrefill must be a number in \[0, 1\], got 1.5"),
+    ("compact_attention", "CompactAttention is for prompts alone; give it as prefill, got it as decode"),
     ({"policy": "lserve", "parts": 0}, "parts of LServe must be at least 1, got 0"),
     ({"policy": "lserve", "parts": 3}, "parts of LServe must divide a page of 8 tokens, got 3"),
     ({"policy": "lserve", "streaming_heads": [[1, 2, 3]]}, "streaming_heads of LServe must be pairs of layer and KV"),
@@ -267,6 +292,13 @@ def test_streaming_heads_are_refused_where_ranks_share_out_the_heads(start):
 def test_more_ranks_of_tp_than_kv_heads_are_refused_where_heads_are_scored(start):
     with pytest.raises(ValueError, match="tensor_parallel_size must be at most the number of KV heads"):
         start(QUEST, tensor_parallel_size=6)
+
+
+def test_steps_must_hold_a_page_of_a_prompt_beside_all_answers_where_rows_are_united(start):
+    with pytest.raises(
+        ValueError, match="cut after multiples of 8 tokens, so max_num_batched_tokens must be at least 12"
+    ):
+        start(COMPACT, max_num_batched_tokens=11)
 
 
 def test_a_model_of_sliding_windows_alone_is_refused(tmp_path):

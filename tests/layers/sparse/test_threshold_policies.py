@@ -11,10 +11,17 @@ import pytest
 import sparse_cases as cases
 from sparse_cases import LAYER, MAX_PAGES, PAGE_SIZE, K, expected_tables, lengths, tables_of, written
 
-from jaxserve.layers.sparse import FlashPrefill, page_meta, selection
+from jaxserve.layers.sparse import (
+    CompactAttention,
+    FlashPrefill,
+    LayerPolicies,
+    attend as attend_module,
+    page_meta,
+    selection,
+)
 from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.layers.sparse.selection import select_pages
-from jaxserve.pallas_kernels.paged_attention import paged_attention
+from jaxserve.pallas_kernels.paged_attention import AttentionBatch, paged_attention, reference
 from jaxserve.sharding import mesh as meshes
 from jaxserve.sharding.rules import kv_specs
 
@@ -27,12 +34,12 @@ def select(policy, q, kv, batch):
     return selection.tables_of(numbers, batch.page_table, batch.kv_lens, PAGE_SIZE, kv.k.shape[1])
 
 
-def flash_prefill_pages(case, policy, s, k, n):
+def flash_prefill_pages(case, policy, s, k, n, queries=None):
     """Blocks of one query and of the keys of a page."""
     last = (n - 1) // PAGE_SIZE
     kept = {page for page in range(last + 1) if page * PAGE_SIZE < policy.sinks}
     kept |= {page for page in range(last + 1) if (last - page) * PAGE_SIZE < policy.window} | {last}
-    for q in np.asarray(case.q[s], np.float64).reshape(K, -1, cases.H)[k]:
+    for q in np.asarray(case.q[s] if queries is None else queries, np.float64).reshape(K, -1, cases.H)[k]:
         pages = case.keys[s, : last * PAGE_SIZE, k].reshape(last, PAGE_SIZE, cases.H)
         scores = [np.exp(q @ keys.mean(axis=0) / np.sqrt(cases.H)) for keys in pages]
         kept |= {page for page, score in enumerate(scores) if score >= policy.alpha * max(scores)}
@@ -53,6 +60,60 @@ def test_flash_prefill_selects_what_the_paper_says(alpha, sinks, window):
         np.testing.assert_array_equal(found_lens, lens)
         skips += np.sum(found_lens < np.asarray(case.batch.kv_lens)[:, None])
     assert (skips == 0) == (alpha == 0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def select_rows(policy, q, kv, region):
+    (_, rows), *_ = attend_module.rows_by_policy(LayerPolicies(None, policy), q, region)
+    return attend_module.select_rows(policy, rows, kv, jnp.int32(LAYER))[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attend_prefill(policy, q, kv, region):
+    policies = LayerPolicies(policy, policy)
+    options = (region, lambda q, r: attend(q, kv, r), no_dense)
+    return attend_module.attend_prefill(policies, q, kv, jnp.int32(LAYER), *options)[0]
+
+
+def no_dense():
+    raise AssertionError("no row is dense")
+
+
+@pytest.mark.parametrize("cuts", [(0, 33), (0, 8, 12, 33), (16, 33)], ids=str)
+def test_compact_attention_unites_the_rows_of_a_page_whatever_the_steps(cuts):
+    """Each step also has rows of another sequence, before and after, and padding."""
+    policy = CompactAttention(alpha=0.9, sinks=0, window=0)
+    case = written(policy.page_meta, (33, 18, 0), 8)
+    q = np.random.default_rng(9).integers(-4, 5, (2, 33, cases.N, cases.H)).astype(np.float32)
+    differs = 0
+    for start, end in itertools.pairwise(cuts):
+        for order in ([0, 1], [1, 0]):
+            spans = {0: (start, end), 1: (12, 18)}
+            rows = [(s, p) for s in order for p in range(*spans[s])]
+            region = AttentionBatch(
+                page_table=case.batch.page_table[jnp.asarray(order)],
+                kv_lens=jnp.asarray([spans[s][1] for s in order]),
+                cu_q_lens=jnp.asarray(np.cumsum([0, *(spans[s][1] - spans[s][0] for s in order)])),
+            )
+            queries = jnp.asarray([q[s, p] for s, p in rows] + [q[0, 0]] * 3)
+            found = np.asarray(select_rows(policy, queries, case.kv, region))
+            out, _ = attend_prefill(policy, queries, case.kv, region)
+            own = [flash_prefill_pages(case, policy, s, 0, p + 1, q[s, p]) for s, p in rows]
+            for i, (s, p) in enumerate(rows):
+                page = p // PAGE_SIZE
+                mates = range(page * PAGE_SIZE, min(spans[s][1], (page + 1) * PAGE_SIZE))
+                for k in range(K):
+                    of_mates = [flash_prefill_pages(case, policy, s, k, mate + 1, q[s, mate]) for mate in mates]
+                    expected = sorted(set().union(*of_mates))
+                    assert [n for n in found[i, k] if n != selection.NO_PAGE] == expected
+                    differs += k == 0 and expected != own[i]
+            lens = jnp.asarray([p + 1 for _, p in rows])
+            table = case.batch.page_table[jnp.asarray([s for s, _ in rows])]
+            selected = selection.tables_of(jnp.asarray(found[: len(rows)]), table, lens, PAGE_SIZE, cases.NUM_PAGES)
+            expected, _ = reference.paged_attention(queries[: len(rows)], case.kv, LAYER, selected, scale=0.2)
+            np.testing.assert_allclose(out[: len(rows)], expected, rtol=1e-5, atol=1e-5)
+            np.testing.assert_array_equal(out[len(rows) :], 0.0)
+    assert differs
 
 
 def attend(q, kv, batch):
