@@ -336,14 +336,14 @@ def kv_bytes_per_token(model: ModelConfig, dtype: DTypeLike, platform: str) -> i
     return 2 * model.num_layers * math.prod(position) * jnp.dtype(dtype).itemsize
 
 
-def _meta_bytes_per_page(config: EngineConfig, model: ModelConfig, platform: str) -> int:
+def _meta_bytes_per_page(config: EngineConfig, model: ModelConfig, page_size: int, platform: str) -> int:
     """Of what sparse attention keeps beside a page."""
     page_meta = config.runtime.sparse and config.runtime.sparse.page_meta
     if page_meta is None:
         return 0
     position = position_shape(model.num_kv_heads, model.head_dim, config.kv_dtype, platform)
     num_kv_heads = math.prod(position) // model.head_dim
-    numbers = model.layer_kinds.count("full") * num_kv_heads * page_meta.num_parts * page_meta.width(model.head_dim)
+    numbers = model.layer_kinds.count("full") * num_kv_heads * page_meta.size(model.head_dim, page_size)
     return numbers * jnp.dtype(meta_dtype(config.kv_dtype)).itemsize
 
 
@@ -376,7 +376,7 @@ def _num_pages(
             )
         return cache.num_pages
     page_bytes = page_size * kv_bytes_per_token(model, config.kv_dtype, device.platform)
-    page_bytes += _meta_bytes_per_page(config, model, device.platform)
+    page_bytes += _meta_bytes_per_page(config, model, page_size, device.platform)
     budget, left_after = cache.kv_cache_memory_bytes, f"{params_bytes} bytes of weights"
     if budget is None and device.on_cpu:
         budget = CPU_KV_CACHE_BYTES

@@ -65,7 +65,7 @@ def watch(
     if sparse is not None:
         config = model.config
         sparse.check(page_size, Layout(config.layer_kinds, config.num_kv_heads, 1, config.kv_head_copies))
-    batch, num_pages = _as_batch(token_ids, num_prompt, page_size)
+    batch, num_pages = as_batch(token_ids, num_prompt, page_size)
     dtype = params["final_norm"].dtype
     kv = init_kv_cache(model.config, num_pages=num_pages + 1, page_size=page_size, dtype=dtype)
     if sparse is not None:
@@ -83,7 +83,7 @@ def watch(
     return Watched(np.asarray(jax.nn.log_softmax(logits)), float(recall), float(density))
 
 
-def _as_batch(token_ids: Sequence[int], num_prompt: int, page_size: int) -> tuple[StepBatch, int]:
+def as_batch(token_ids: Sequence[int], num_prompt: int, page_size: int) -> tuple[StepBatch, int]:
     """The text as one prefill step of slot 0, and its pages; they begin with page 1."""
     num_tokens = len(token_ids)
     positions, num_pages = jnp.arange(num_tokens), -(-num_tokens // page_size)

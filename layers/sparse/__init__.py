@@ -15,6 +15,7 @@ Two rules make a token independent of how the work was cut, batched, cached or c
 """
 
 from jaxserve.layers.sparse.compact_attention import CompactAttention as CompactAttention
+from jaxserve.layers.sparse.double_sparsity import DoubleSparsity as DoubleSparsity
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill as FlashPrefill
 from jaxserve.layers.sparse.hooks import (
     MaximumMeta as MaximumMeta,
@@ -24,6 +25,7 @@ from jaxserve.layers.sparse.hooks import (
     Policy as Policy,
     Select as Select,
     SparseAttention as SparseAttention,
+    TokenMeta as TokenMeta,
     WholePageMeta as WholePageMeta,
 )
 from jaxserve.layers.sparse.lserve import LServe as LServe

@@ -16,7 +16,7 @@ ALL_PAGES = 2**30  # more than any sequence has
 
 
 class PageMeta(abc.ABC):
-    """What is kept of a page's keys, for each KV head: a `MaximumMeta`, or a `WholePageMeta`.
+    """What is kept of a page's keys, for each KV head: a `MaximumMeta`, a `WholePageMeta` or a `TokenMeta`.
 
     A page's score is the dot product of its metadata with `probe`. Where a page has `num_parts`, equal and in the order
     of its tokens, each has metadata, and the page's score is the best of theirs. Implementations are frozen
@@ -29,7 +29,15 @@ class PageMeta(abc.ABC):
 
     @abc.abstractmethod
     def width(self, head_dim: int) -> int:
-        """Numbers kept of each part of a page, for each KV head; M of them of the page."""
+        """Numbers kept of each part of a page, for each KV head."""
+
+    def size(self, head_dim: int, page_size: int) -> int:
+        """M: numbers kept of a page, for each KV head."""
+        return self.num_parts * self.width(head_dim)
+
+    def in_layer(self, layer: int | Int[Array, ""]) -> "PageMeta":
+        """The same, where it differs by layer; `layer` is its index among those of its kind."""
+        return self
 
     @abc.abstractmethod
     def probe(self, q: Float[Array, "T K G H"]) -> Float[Array, "T K *probes width"]:
@@ -55,6 +63,17 @@ class WholePageMeta(PageMeta):
     @abc.abstractmethod
     def of_pages(self, k: Float[Array, "P page_size K H"]) -> Float[Array, "P K width"]:
         """The metadata of pages with these keys, after their rotation."""
+
+
+class TokenMeta(PageMeta):
+    """`of_keys` of each token: each is a part of its page."""
+
+    def size(self, head_dim: int, page_size: int) -> int:
+        return page_size * self.width(head_dim)
+
+    @abc.abstractmethod
+    def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K width"]:
+        """The metadata of tokens with these keys, after their rotation."""
 
 
 class Select(abc.ABC):

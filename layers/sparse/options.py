@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.layers.sparse.compact_attention import CompactAttention
+from jaxserve.layers.sparse.double_sparsity import DoubleSparsity
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill
 from jaxserve.layers.sparse.hooks import Policy, SparseAttention
 from jaxserve.layers.sparse.lserve import LServe
@@ -14,6 +15,7 @@ from jaxserve.layers.sparse.streaming_llm import StreamingLLM
 
 POLICIES: Mapping[str, type[Policy]] = {
     "compact_attention": CompactAttention,
+    "double_sparsity": DoubleSparsity,
     "flash_prefill": FlashPrefill,
     "lserve": LServe,
     "quest": Quest,

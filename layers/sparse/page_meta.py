@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxserve.layers.sparse.hooks import MaximumMeta, PageMeta, WholePageMeta
+from jaxserve.layers.sparse.hooks import MaximumMeta, PageMeta, TokenMeta, WholePageMeta
 from jaxserve.pallas_kernels.paged_attention.types import FP8, KVCache
 from jaxserve.pallas_kernels.target import target_device
 from jaxserve.sharding.collectives import axis_size
@@ -30,13 +30,19 @@ def fold(
 ) -> KVCache:
     """The cache with the metadata of pages that had keys written at these places, which it reads from there."""
     assert kv.meta is not None
+    page_meta = page_meta.in_layer(layer)
     if isinstance(page_meta, WholePageMeta):
         return fold_whole(kv, layer, page_meta, head_dim, page_ids, page_offsets)
-    assert isinstance(page_meta, MaximumMeta)
+    assert isinstance(page_meta, MaximumMeta | TokenMeta)
     keys = kv.k[layer, page_ids, page_offsets].reshape(page_ids.shape[0], -1, head_dim)
     if scales := kv.layer_scales(layer):
         keys = keys.astype(jnp.float32) * scales[0][None, :, None]
-    values = _in_parts(page_meta.of_keys(keys).astype(kv.meta.dtype), page_meta.num_parts, page_offsets, kv.page_size)
+    values = page_meta.of_keys(keys).astype(kv.meta.dtype)
+    if isinstance(page_meta, TokenMeta):
+        L, P, K, M = kv.meta.shape
+        tokens = kv.meta.reshape(L, P, K, kv.page_size, -1).at[layer, page_ids, :, page_offsets].set(values)
+        return dataclasses.replace(kv, meta=tokens.reshape(L, P, K, M))
+    values = _in_parts(values, page_meta.num_parts, page_offsets, kv.page_size)
     num_pages = kv.meta.shape[1]
     begun = jnp.where(page_offsets == 0, page_ids, num_pages)  # what the page's owner before left is forgotten
     meta = kv.meta.at[layer, begun].set(values, mode="drop")

@@ -34,7 +34,7 @@ def select_pages(
     K, scores = kv.num_heads(H), None
     if policy.page_meta is not None:
         assert kv.meta is not None
-        probe = policy.page_meta.probe(q.reshape(T, K, -1, H))
+        probe = policy.page_meta.in_layer(layer).probe(q.reshape(T, K, -1, H))
         scored = functools.partial(
             page_scores, meta=kv.meta, layer=layer, page_table=page_table, num_pages=-(-kv_lens // page_size)
         )

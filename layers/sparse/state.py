@@ -18,8 +18,8 @@ def init_state(sparse: SparseAttention, kv: KVCache, head_dim: int, *, num_slots
     (L, P), K = kv.k.shape[:2], kv.num_heads(head_dim)
     meta = carry = None
     if sparse.page_meta is not None:
-        width = sparse.page_meta.num_parts * sparse.page_meta.width(head_dim)
-        meta = jnp.zeros((L, P, K, width), meta_dtype(kv.k.dtype))
+        size = sparse.page_meta.size(head_dim, kv.page_size)
+        meta = jnp.zeros((L, P, K, size), meta_dtype(kv.k.dtype))
     if sparse.decode is not None and sparse.decode.reselect > 1:
         most = min(sparse.decode.select.max_pages(kv.page_size), max_pages)
         carry = jnp.full((L, num_slots, K, most), -1, jnp.int32)

@@ -17,6 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.layers.sparse import (
     POLICIES as POLICY_KINDS,
     CompactAttention,
+    DoubleSparsity,
     FlashPrefill,
     LServe,
     Quest,
@@ -53,8 +54,12 @@ FLASH = SparseAttention(prefill=FlashPrefill(alpha=0.9, sinks=8, window=8))
 COMPACT = SparseAttention(
     decode=FlashPrefill(alpha=1, sinks=0, window=0), prefill=CompactAttention(alpha=1, sinks=0, window=0)
 )
+LABELS = SparseAttention(
+    decode=DoubleSparsity(budget=24, channels=tuple(tuple((h, 7 - h) for h in range(3)) for _ in range(2)))
+)
 POLICIES = {
     "compact": COMPACT,
+    "labels": LABELS,
     "flash": FLASH,
     "lserve": LSERVE,
     "answers": ANSWERS,
@@ -185,7 +190,16 @@ def test_united_rows_that_select_all_pages_are_dense(start, alone):
     assert run(start(SparseAttention(prefill=CompactAttention(alpha=0)))) == alone(None)
 
 
-MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1), (FLASH, 2, 3), (COMPACT, 4, 1)]
+MESHES = [
+    (ANSWERS, 2, 1),
+    (BOTH, 2, 3),
+    (SAME, 4, 1),
+    (SELDOM, 4, 2),
+    (LSERVE, 2, 1),
+    (FLASH, 2, 3),
+    (COMPACT, 4, 1),
+    (LABELS, 4, 1),
+]
 
 
 @pytest.mark.parametrize(("sparse", "kv", "tp"), [pytest.param(*c, marks=pytest.mark.full) for c in MESHES])
@@ -261,6 +275,14 @@ BAD = [
     ({"policy": "streaming_llm", "window": 0}, "window of StreamingLLM must be at least 1, got 0"),
     ({"policy": "quest", "budget": 23, "layers": [0, 2]}, "at least 3 pages of 8 tokens, got room for 2; give it 24"),
     ({"policy": "flash_prefill", "alpha": 1.5}, r"alpha of FlashPrefill must be a number in \[0, 1\], got 1.5"),
+    ("double_sparsity", r"channels of DoubleSparsity must be at least 1 .* jaxserve calibrate writes, got \(\)"),
+    ({"policy": "double_sparsity", "channels": [[[1], [2, 3]]]}, "and for all as many"),
+    ({"policy": "double_sparsity", "channels": [[[-1]]]}, "channels of DoubleSparsity must be at least 1"),
+    (
+        {"policy": "double_sparsity", "channels": [[[1], [2], [3]]] * 3},
+        "must be of this model's 2 layers and 3 KV heads, got 3 and 3",
+    ),
+    ({"policy": "double_sparsity", "channels": [[[1], [2], [8]]] * 2}, "channels must be among the head's 8, got 8"),
     ("compact_attention", "CompactAttention is for prompts alone; give it as prefill, got it as decode"),
     ({"policy": "lserve", "parts": 0}, "parts of LServe must be at least 1, got 0"),
     ({"policy": "lserve", "parts": 3}, "parts of LServe must divide a page of 8 tokens, got 3"),
@@ -315,7 +337,7 @@ def test_metadata_count_towards_the_memory_of_the_cache(start):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", re.findall(r"^jaxserve generate .*", PAGE, flags=re.MULTILINE))
+@pytest.mark.parametrize("line", re.findall(r"^jaxserve generate [^$\n]*$", PAGE, flags=re.MULTILINE))
 def test_the_commands_of_the_documentation_reach_the_engine(line, monkeypatch, capsys):
     def stop(options):
         assert EngineConfig.of(**options).runtime.sparse is not None
