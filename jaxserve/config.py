@@ -283,8 +283,9 @@ def resolve(
     page_size = config.cache.page_size or (16 if on_cpu else 64)
     options, selection = config.scheduler, config.runtime.sparse
     if selection is not None:
-        tp = config.parallel.tensor_parallel_size
-        selection.check(page_size, sparse.Layout(model.layer_kinds, model.num_kv_heads, tp, model.kv_head_copies))
+        tp, ranks = config.parallel.tensor_parallel_size, config.parallel.kv_parallel_size
+        layout = sparse.Layout(model.layer_kinds, model.num_kv_heads, tp, model.kv_head_copies, ranks)
+        selection.check(page_size, layout)
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size

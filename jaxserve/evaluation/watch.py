@@ -115,8 +115,8 @@ class _Watching(Attend):
         q, kv = rotate_and_write(heads, self.cache, self.index, self.batch, self.spec.num_kv_heads)
         options = {"scale": self.spec.scale, "sliding_window": self.spec.sliding_window, "soft_cap": self.spec.soft_cap}
 
-        def attention(rows: Array, region: AttentionBatch) -> tuple[Array, Array]:
-            return paged_attention(rows, kv, self.index, region, **options, return_lse=True)
+        def attention(rows: Array, region: AttentionBatch, skip_below: Array | None = None) -> tuple[Array, Array]:
+            return paged_attention(rows, kv, self.index, region, **options, skip_below=skip_below, return_lse=True)
 
         assert self.batch.prefill is not None
         dense = out = attention(q, self.batch.prefill)
@@ -125,7 +125,7 @@ class _Watching(Attend):
             assert sparse.prefill is not None
             for policy, rows in rows_by_policy(sparse.policies, q, sparse.prefill):
                 numbers, kv = select_rows(policy, rows, kv, self.index)
-                out = attend_rows(rows, numbers, kv, attention, out)
+                out = attend_rows(policy, rows, numbers, kv, attention, out)
                 tables = tables_of(numbers, rows.page_table, rows.seen, kv.page_size, kv.k.shape[1])
                 recall = jnp.mean(jnp.exp(out[1] - dense[1])[:, : self.spec.num_heads], axis=1)
                 density = jnp.mean(

@@ -14,6 +14,7 @@ Two rules make a token independent of how the work was cut, batched, cached or c
   then not those that a prompt with the same tokens has: such pages are not shared, see `SparseAttention`.
 """
 
+from jaxserve.layers.sparse.blasst import Blasst as Blasst
 from jaxserve.layers.sparse.compact_attention import CompactAttention as CompactAttention
 from jaxserve.layers.sparse.double_sparsity import DoubleSparsity as DoubleSparsity
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill as FlashPrefill

@@ -19,7 +19,8 @@ from jaxserve.layers.sparse.selection import NO_PAGE, select_pages, tables_of, u
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 from jaxserve.pallas_kernels.target import target_device
 
-Attention = Callable[[Array, AttentionBatch], tuple[Array, Array]]  # of query rows to a region: output and lse
+# Of query rows to a region, and what `Policy.skip_below` says of them if it says something: output and lse
+Attention = Callable[..., tuple[Array, Array]]
 
 
 class Rows(NamedTuple):
@@ -50,7 +51,7 @@ def attend_decode(
         numbers = select_pages(policy, q, kv, layer, region.page_table, region.kv_lens)
     else:
         numbers, kv = select_rows(policy, rows, kv, layer)
-    return attention(q, tables_of(numbers, region.page_table, rows.seen, kv.page_size, kv.k.shape[1])), kv
+    return _attend(policy, rows, numbers, kv, attention), kv
 
 
 def attend_prefill(
@@ -75,7 +76,7 @@ def attend_prefill(
             out = _select_and_attend(policy, rows, kv, layer, attention, out)
         else:
             numbers, kv = select_rows(policy, rows, kv, layer)
-            out = attend_rows(rows, numbers, kv, attention, out)
+            out = attend_rows(policy, rows, numbers, kv, attention, out)
     return out, kv
 
 
@@ -113,7 +114,8 @@ def _select_where(wanted: Array, policy: Policy, rows: Rows, kv: KVCache, layer:
     def some(part: Rows, _: Array) -> Array:
         return _select(policy, part, kv, layer)
 
-    most = min(policy.select.max_pages(kv.page_size), rows.region.page_table.shape[1])
+    most = rows.region.page_table.shape[1]
+    most = most if policy.select is None else min(policy.select.max_pages(kv.page_size), most)
     shape = (rows.q.shape[0], kv.num_heads(rows.q.shape[2]), most)
     over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
     return over(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
@@ -147,20 +149,28 @@ def _select_and_attend(
     """As `attend_rows`, where what rows select is forgotten again: of all of them it would take much memory."""
 
     def some(part: Rows, _: Array) -> tuple[Array, Array]:
-        numbers = _select(policy, part, kv, layer)
-        return attention(part.q, tables_of(numbers, part.page_table, part.seen, kv.page_size, kv.k.shape[1]))
+        return _attend(policy, part, _select(policy, part, kv, layer), kv, attention)
 
     over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
     return over(rows.seen > 0, some, rows, out)
 
 
-def attend_rows(rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple) -> tuple[Array, Array]:
+def attend_rows(
+    policy: Policy, rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple
+) -> tuple[Array, Array]:
     """`out` with that of the rows that read something."""
 
     def some(part: Rows, at: Array) -> tuple[Array, Array]:
-        return attention(part.q, tables_of(numbers[at], part.page_table, part.seen, kv.page_size, kv.k.shape[1]))
+        return _attend(policy, part, numbers[at], kv, attention)
 
     return _over(rows.seen > 0, some, rows, out)
+
+
+def _attend(policy: Policy, part: Rows, numbers: Array, kv: KVCache, attention: Attention) -> tuple[Array, Array]:
+    """Attention of rows to the pages with these numbers."""
+    tables = tables_of(numbers, part.page_table, part.seen, kv.page_size, kv.k.shape[1])
+    below = policy.skip_below(part.seen)
+    return attention(part.q, tables) if below is None else attention(part.q, tables, below)
 
 
 def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T) -> T:

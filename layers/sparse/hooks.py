@@ -142,7 +142,14 @@ class Policy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def select(self) -> Select: ...
+    def select(self) -> Select | None:
+        """None = all pages."""
+
+    def skip_below(self, kv_lens: Int[Array, " T"]) -> Float[Array, " T"] | None:
+        """For `paged_attention`: how far below the largest score so far a page's must be for a row to skip it, as a
+        logarithm; None = no page is skipped.
+        """
+        return None
 
     @property
     def unites_rows(self) -> bool:
@@ -156,7 +163,7 @@ class Policy(abc.ABC):
 
     def check(self, page_size: int, layout: "Layout") -> None:
         """Raises ValueError where the policy does not fit pages of this size, or the model."""
-        num_pages = self.select.max_pages(page_size)
+        num_pages = ALL_PAGES if self.select is None else self.select.max_pages(page_size)
         if num_pages < self.min_pages:
             raise ValueError(
                 f"{self.name} must read at least {self.min_pages} pages of {page_size} tokens, got room for "
@@ -192,6 +199,7 @@ class Layout(NamedTuple):
     num_kv_heads: int  # of a rank
     tensor_parallel_size: int
     kv_head_copies: int  # ranks that have the same KV head
+    kv_parallel_size: int = 1
 
 
 class LayerPolicies(NamedTuple):

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.layers.sparse.blasst import Blasst
 from jaxserve.layers.sparse.compact_attention import CompactAttention
 from jaxserve.layers.sparse.double_sparsity import DoubleSparsity
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill
@@ -14,6 +15,7 @@ from jaxserve.layers.sparse.quest import Quest
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM
 
 POLICIES: Mapping[str, type[Policy]] = {
+    "blasst": Blasst,
     "compact_attention": CompactAttention,
     "double_sparsity": DoubleSparsity,
     "flash_prefill": FlashPrefill,

@@ -21,6 +21,7 @@ def init_state(sparse: SparseAttention, kv: KVCache, head_dim: int, *, num_slots
         size = sparse.page_meta.size(head_dim, kv.page_size)
         meta = jnp.zeros((L, P, K, size), meta_dtype(kv.k.dtype))
     if sparse.decode is not None and sparse.decode.reselect > 1:
+        assert sparse.decode.select is not None
         most = min(sparse.decode.select.max_pages(kv.page_size), max_pages)
         carry = jnp.full((L, num_slots, K, most), -1, jnp.int32)
     return dataclasses.replace(kv, meta=meta, carry=carry)

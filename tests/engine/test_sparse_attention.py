@@ -16,6 +16,7 @@ from jaxserve import LLM, EngineDeadError, SamplingParams, cli
 from jaxserve.config import EngineConfig
 from jaxserve.layers.sparse import (
     POLICIES as POLICY_KINDS,
+    Blasst,
     CompactAttention,
     DoubleSparsity,
     FlashPrefill,
@@ -54,12 +55,16 @@ FLASH = SparseAttention(prefill=FlashPrefill(alpha=0.9, sinks=8, window=8))
 COMPACT = SparseAttention(
     decode=FlashPrefill(alpha=1, sinks=0, window=0), prefill=CompactAttention(alpha=1, sinks=0, window=0)
 )
+SKIP = SparseAttention(
+    decode=Blasst(threshold_scale_factor=90.0), prefill=Blasst(threshold_scale_factor=70.0, layers=(1, None))
+)
 LABELS = SparseAttention(
     decode=DoubleSparsity(budget=24, channels=tuple(tuple((h, 7 - h) for h in range(3)) for _ in range(2)))
 )
 POLICIES = {
     "compact": COMPACT,
     "labels": LABELS,
+    "skip": SKIP,
     "flash": FLASH,
     "lserve": LSERVE,
     "answers": ANSWERS,
@@ -176,6 +181,7 @@ def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch)
         StreamingLLM(window=160),
         dataclasses.replace(HALVES, budget=160, local=160),
         FlashPrefill(alpha=0),
+        Blasst(threshold_scale_factor=0),
     ],
     ids=str,
 )
@@ -199,6 +205,7 @@ MESHES = [
     (FLASH, 2, 3),
     (COMPACT, 4, 1),
     (LABELS, 4, 1),
+    (SKIP, 1, 3),
 ]
 
 
@@ -275,6 +282,11 @@ BAD = [
     ({"policy": "streaming_llm", "window": 0}, "window of StreamingLLM must be at least 1, got 0"),
     ({"policy": "quest", "budget": 23, "layers": [0, 2]}, "at least 3 pages of 8 tokens, got room for 2; give it 24"),
     ({"policy": "flash_prefill", "alpha": 1.5}, r"alpha of FlashPrefill must be a number in \[0, 1\], got 1.5"),
+    (
+        {"policy": "blasst", "threshold_scale_factor": -1},
+        "threshold_scale_factor of Blasst must be a number of at least 0, got -1",
+    ),
+    ({"policy": "blasst", "reselect": 2}, "Blasst selects nothing, so reselect must be 1, got 2"),
     ("double_sparsity", r"channels of DoubleSparsity must be at least 1 .* jaxserve calibrate writes, got \(\)"),
     ({"policy": "double_sparsity", "channels": [[[1], [2, 3]]]}, "and for all as many"),
     ({"policy": "double_sparsity", "channels": [[[-1]]]}, "channels of DoubleSparsity must be at least 1"),
@@ -321,6 +333,11 @@ def test_steps_must_hold_a_page_of_a_prompt_beside_all_answers_where_rows_are_un
         ValueError, match="cut after multiples of 8 tokens, so max_num_batched_tokens must be at least 12"
     ):
         start(COMPACT, max_num_batched_tokens=11)
+
+
+def test_kv_parallelism_is_refused_where_pages_are_compared_with_all_before(start):
+    with pytest.raises(ValueError, match="so kv_parallel_size must be 1, got 2; raise tensor_parallel_size instead"):
+        start(SKIP, kv_parallel_size=2, num_pages=28)
 
 
 def test_a_model_of_sliding_windows_alone_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import sparse_cases as cases
 from sparse_cases import LAYER, MAX_PAGES, PAGE_SIZE, K, expected_tables, lengths, tables_of, written
 
 from jaxserve.layers.sparse import (
+    Blasst,
     CompactAttention,
     FlashPrefill,
     LayerPolicies,
@@ -116,8 +117,8 @@ def test_compact_attention_unites_the_rows_of_a_page_whatever_the_steps(cuts):
     assert differs
 
 
-def attend(q, kv, batch):
-    return paged_attention(q, kv, jnp.int32(LAYER), batch, scale=0.2, return_lse=True)
+def attend(q, kv, batch, below=None):
+    return paged_attention(q, kv, jnp.int32(LAYER), batch, scale=0.2, skip_below=below, return_lse=True)
 
 
 def test_a_threshold_of_nothing_is_dense_to_the_bit():
@@ -128,6 +129,27 @@ def test_a_threshold_of_nothing_is_dense_to_the_bit():
         jax.jit(attend)(case.q, case.kv, selected), jax.jit(attend)(case.q, case.kv, case.batch), strict=True
     ):
         np.testing.assert_array_equal(got, dense)
+
+
+@pytest.mark.parametrize("factor", [0, 8.0])
+def test_blasst_reads_each_row_with_the_threshold_of_its_length(factor):
+    policy = Blasst(threshold_scale_factor=factor)
+    lens = (33, 0, 18)
+    case = written(None, lens, 8)
+    kv = dataclasses.replace(case.kv, k=0.3 * case.kv.k)
+
+    def run(q, kv, batch):
+        attention = lambda q, region, below=None: attend(q, kv, region, below)  # noqa: E731
+        return attend_module.attend_decode(policy, q, kv, jnp.int32(LAYER), batch, attention)[0]
+
+    with np.errstate(divide="ignore"):
+        below = np.minimum(np.log(factor / np.maximum(lens, 1)), 0.0)
+    expected, expected_lse = reference.paged_attention(case.q, kv, LAYER, case.batch, scale=0.2, skip_below=below)
+    out, lse = jax.jit(run)(case.q, kv, case.batch)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    dense, _ = reference.paged_attention(case.q, kv, LAYER, case.batch, scale=0.2)
+    assert np.allclose(out, dense, rtol=1e-5, atol=1e-5) == (factor == 0)
 
 
 @pytest.mark.parametrize("stale", [np.nan, np.inf, 1e9])
