@@ -286,6 +286,11 @@ def resolve(
         tp, ranks = config.parallel.tensor_parallel_size, config.parallel.kv_parallel_size
         layout = sparse.Layout(model.layer_kinds, model.num_kv_heads, tp, model.kv_head_copies, ranks)
         selection.check(page_size, layout)
+        if selection.carries_over_layers and options.prefill != "chunked":
+            raise ValueError(
+                f"sparse attention that carries selections from layer to layer needs prompts that pass all layers in a "
+                f"step: prefill must be 'chunked', got {options.prefill!r}"
+            )
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size

@@ -20,7 +20,7 @@ from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, init_kv
 from jaxserve.layers.sparse import LayerPolicies, Layout, SparseAttention
 from jaxserve.layers.sparse.attend import attend_rows, rows_by_policy, select_rows
 from jaxserve.layers.sparse.selection import tables_of
-from jaxserve.layers.sparse.state import init_state
+from jaxserve.layers.sparse.state import begin_step, init_state
 from jaxserve.models import Model
 from jaxserve.pallas_kernels.paged_attention import paged_attention
 from jaxserve.weights import LoadedModel
@@ -70,6 +70,9 @@ def watch(
     kv = init_kv_cache(model.config, num_pages=num_pages + 1, page_size=page_size, dtype=dtype)
     if sparse is not None:
         kv["full"] = init_state(sparse, kv["full"], model.config.head_dim, num_slots=1, max_pages=num_pages)
+        kv["full"] = begin_step(
+            sparse, kv["full"], model.config.head_dim, num_decode=0, num_prefill=len(token_ids), max_pages=num_pages
+        )
     x, shares = model.embed(params, batch.token_ids), []
     num_layers = len(model.layer_kinds)
     for lo, hi, policies in sparse.segments(0, num_layers) if sparse else [(0, num_layers, None)]:
@@ -124,7 +127,7 @@ class _Watching(Attend):
         if sparse is not None:
             assert sparse.prefill is not None
             for policy, rows in rows_by_policy(sparse.policies, q, sparse.prefill):
-                numbers, kv = select_rows(policy, rows, kv, self.index)
+                numbers, kv = select_rows(policy, rows, kv, self.index, attention)
                 out = attend_rows(policy, rows, numbers, kv, attention, out)
                 tables = tables_of(numbers, rows.page_table, rows.seen, kv.page_size, kv.k.shape[1])
                 recall = jnp.mean(jnp.exp(out[1] - dense[1])[:, : self.spec.num_heads], axis=1)

@@ -29,6 +29,7 @@ from jaxserve.layers.sparse.hooks import (
     TokenMeta as TokenMeta,
     WholePageMeta as WholePageMeta,
 )
+from jaxserve.layers.sparse.kascade import Kascade as Kascade
 from jaxserve.layers.sparse.lserve import LServe as LServe
 from jaxserve.layers.sparse.options import POLICIES as POLICIES, resolve as resolve
 from jaxserve.layers.sparse.quest import Quest as Quest

@@ -15,7 +15,9 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.layers.sparse.hooks import LayerPolicies, Policy
-from jaxserve.layers.sparse.selection import NO_PAGE, select_pages, tables_of, united, with_pages_begun
+from jaxserve.layers.sparse.kascade import KascadeLayers
+from jaxserve.layers.sparse.page_mass import page_masses
+from jaxserve.layers.sparse.selection import all_pages, NO_PAGE, select_pages, tables_of, united, with_pages_begun
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 from jaxserve.pallas_kernels.target import target_device
 
@@ -47,10 +49,10 @@ def attend_decode(
     """Attention of the decode region's rows to what the policy selects, and the cache with what it carries on."""
     assert region.max_q_len == 1
     rows = Rows(q, region, jnp.arange(q.shape[0]), region.kv_lens)
-    if policy.reselect == 1:
+    if policy.reselect == 1 and not policy.carries_over_layers:
         numbers = select_pages(policy, q, kv, layer, region.page_table, region.kv_lens)
     else:
-        numbers, kv = select_rows(policy, rows, kv, layer)
+        numbers, kv = select_rows(policy, rows, kv, layer, attention)
     return _attend(policy, rows, numbers, kv, attention), kv
 
 
@@ -72,10 +74,10 @@ def attend_prefill(
     """
     out = dense() if None in policies else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
     for policy, rows in rows_by_policy(policies, q, region):
-        if policy.reselect == 1:
+        if policy.reselect == 1 and not policy.carries_over_layers:
             out = _select_and_attend(policy, rows, kv, layer, attention, out)
         else:
-            numbers, kv = select_rows(policy, rows, kv, layer)
+            numbers, kv = select_rows(policy, rows, kv, layer, attention)
             out = attend_rows(policy, rows, numbers, kv, attention, out)
     return out, kv
 
@@ -96,9 +98,13 @@ def rows_by_policy(
             yield policy, Rows(q, region, sequence, jnp.where(mine, seen, 0))
 
 
-def select_rows(policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
+def select_rows(
+    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention
+) -> tuple[Array, KVCache]:
     """Numbers of the pages that rows read [T, K, C], and the cache with what is carried on."""
     period, seen = policy.reselect, rows.seen
+    if policy.carries_over_layers:
+        return _choose_or_follow(policy, rows, kv, layer, attention)
     if period == 1:
         return _select_where(seen > 0, policy, rows, kv, layer), kv
     assert rows.region.prompt_lens is not None
@@ -119,6 +125,26 @@ def _select_where(wanted: Array, policy: Policy, rows: Rows, kv: KVCache, layer:
     shape = (rows.q.shape[0], kv.num_heads(rows.q.shape[2]), most)
     over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
     return over(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
+
+
+def _choose_or_follow(
+    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention
+) -> tuple[Array, KVCache]:
+    assert isinstance(policy, KascadeLayers)
+    assert kv.chosen is not None
+    is_prefill = rows.region.cu_q_lens is not None
+    chosen = kv.chosen[is_prefill]
+    if not policy.chooses:
+        return chosen[:, policy.follows(chosen.shape[1], layer)], kv
+
+    def some(part: Rows, _: Array) -> Array:
+        masses = page_masses(attention, part.q, kv, part.page_table, part.seen)
+        numbers = policy.select.pages(part.seen, kv.page_size, masses, layer)
+        return jnp.pad(numbers, ((0, 0), (0, 0), (0, chosen.shape[2] - numbers.shape[2])), constant_values=NO_PAGE)
+
+    chosen = _over(rows.seen > 0, some, rows, chosen)
+    both = (kv.chosen[0], chosen) if is_prefill else (chosen, kv.chosen[1])
+    return chosen, dataclasses.replace(kv, chosen=both)
 
 
 def _select(policy: Policy, part: Rows, kv: KVCache, layer: int | Array) -> Array:
@@ -168,6 +194,8 @@ def attend_rows(
 
 def _attend(policy: Policy, part: Rows, numbers: Array, kv: KVCache, attention: Attention) -> tuple[Array, Array]:
     """Attention of rows to the pages with these numbers."""
+    if isinstance(policy, KascadeLayers) and policy.reads_all:
+        numbers = all_pages(part.seen, kv.page_size, numbers.shape[1], part.page_table.shape[1])
     tables = tables_of(numbers, part.page_table, part.seen, kv.page_size, kv.k.shape[1])
     below = policy.skip_below(part.seen)
     return attention(part.q, tables) if below is None else attention(part.q, tables, below)

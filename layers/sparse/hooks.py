@@ -152,6 +152,17 @@ class Policy(abc.ABC):
         return None
 
     @property
+    def carries_over_layers(self) -> bool:
+        """Whether layers read what earlier ones chose in the same step. Then `parts` say what it does in which layers:
+        policies with `chooses`, `reads_all` and `follows`, as `kascade` has them.
+        """
+        return False
+
+    def parts(self) -> "Iterator[Part]":
+        """What holds in which layers."""
+        yield Part(*self.layers, self)
+
+    @property
     def unites_rows(self) -> bool:
         """Whether prompt tokens in the same page all read what one of them or more selects. Not for answers."""
         return False
@@ -190,6 +201,17 @@ class Policy(abc.ABC):
     def holds_in(self, layer: int) -> bool:
         first, last = self.layers
         return first <= layer and (last is None or layer < last)
+
+
+class Part(NamedTuple):
+    """A policy and its layers: the first, and the one after the last; None = no last."""
+
+    first: int
+    last: int | None
+    policy: Policy
+
+    def holds_in(self, layer: int) -> bool:
+        return self.first <= layer and (self.last is None or layer < self.last)
 
 
 class Layout(NamedTuple):
@@ -259,6 +281,10 @@ class SparseAttention:
         return self.decode == self.prefill
 
     @property
+    def carries_over_layers(self) -> bool:
+        return any(policy.carries_over_layers for policy in self._policies())
+
+    @property
     def cuts_at_pages(self) -> bool:
         """Whether steps may begin a part of a prompt only where a page begins."""
         return self.prefill is not None and self.prefill.unites_rows
@@ -270,9 +296,10 @@ class SparseAttention:
 
     def segments(self, lo: int, hi: int) -> Iterator[tuple[int, int, LayerPolicies | None]]:
         """Layers `[lo, hi)` cut where policies begin or end, each piece with what holds there."""
-        ends = (end for policy in self._policies() for end in policy.layers if end is not None and lo < end < hi)
+        parts = [[] if policy is None else list(policy.parts()) for policy in (self.decode, self.prefill)]
+        ends = (end for part in itertools.chain(*parts) for end in part[:2] if end is not None and lo < end < hi)
         for first, last in itertools.pairwise(sorted({lo, *ends, hi})):
-            held = LayerPolicies(*(p if p and p.holds_in(first) else None for p in (self.decode, self.prefill)))
+            held = LayerPolicies(*(next((p.policy for p in own if p.holds_in(first)), None) for own in parts))
             yield first, last, held if any(held) else None
 
     def _policies(self) -> list[Policy]:

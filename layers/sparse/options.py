@@ -10,6 +10,7 @@ from jaxserve.layers.sparse.compact_attention import CompactAttention
 from jaxserve.layers.sparse.double_sparsity import DoubleSparsity
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill
 from jaxserve.layers.sparse.hooks import Policy, SparseAttention
+from jaxserve.layers.sparse.kascade import Kascade
 from jaxserve.layers.sparse.lserve import LServe
 from jaxserve.layers.sparse.quest import Quest
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM
@@ -19,6 +20,7 @@ POLICIES: Mapping[str, type[Policy]] = {
     "compact_attention": CompactAttention,
     "double_sparsity": DoubleSparsity,
     "flash_prefill": FlashPrefill,
+    "kascade": Kascade,
     "lserve": LServe,
     "quest": Quest,
     "streaming_llm": StreamingLLM,

@@ -33,8 +33,7 @@ def select_pages(
     (T, _, H), page_size = q.shape, kv.page_size
     K, scores = kv.num_heads(H), None
     if policy.select is None:
-        numbers = jnp.broadcast_to(jnp.arange(page_table.shape[1], dtype=jnp.int32), (T, K, page_table.shape[1]))
-        return jnp.where(numbers * page_size < kv_lens[:, None, None], numbers, NO_PAGE)
+        return all_pages(kv_lens, page_size, K, page_table.shape[1])
     if policy.page_meta is not None:
         assert kv.meta is not None
         probe = policy.page_meta.in_layer(layer).probe(q.reshape(T, K, -1, H))
@@ -44,6 +43,14 @@ def select_pages(
         scores = scored(probe) if probe.ndim == 3 else jax.vmap(scored, in_axes=2, out_axes=2)(probe)
     numbers = policy.select.pages(kv_lens, page_size, scores, layer)[..., : page_table.shape[1]]
     return jnp.broadcast_to(numbers, (T, K, numbers.shape[2]))
+
+
+def all_pages(
+    kv_lens: Int[Array, " T"], page_size: int, num_kv_heads: int, max_pages: int
+) -> Int[Array, "T K max_pages"]:
+    """The numbers of all pages that rows see."""
+    numbers = jnp.broadcast_to(jnp.arange(max_pages, dtype=jnp.int32), (kv_lens.shape[0], num_kv_heads, max_pages))
+    return jnp.where(numbers * page_size < kv_lens[:, None, None], numbers, NO_PAGE)
 
 
 def united(numbers: Int[Array, "T K C"], max_pages: int) -> Int[Array, "T K max_pages"]:

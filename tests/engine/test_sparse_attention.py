@@ -20,6 +20,7 @@ from jaxserve.layers.sparse import (
     CompactAttention,
     DoubleSparsity,
     FlashPrefill,
+    Kascade,
     LServe,
     Quest,
     SparseAttention,
@@ -55,6 +56,8 @@ FLASH = SparseAttention(prefill=FlashPrefill(alpha=0.9, sinks=8, window=8))
 COMPACT = SparseAttention(
     decode=FlashPrefill(alpha=1, sinks=0, window=0), prefill=CompactAttention(alpha=1, sinks=0, window=0)
 )
+FOLLOWS = Kascade(least=24, anchors=(0,), heads=((0, 1, 2), (1, 2, 0)))
+FOLLOWING = SparseAttention(decode=FOLLOWS, prefill=FOLLOWS)
 SKIP = SparseAttention(
     decode=Blasst(threshold_scale_factor=90.0), prefill=Blasst(threshold_scale_factor=70.0, layers=(1, None))
 )
@@ -64,6 +67,7 @@ LABELS = SparseAttention(
 POLICIES = {
     "compact": COMPACT,
     "labels": LABELS,
+    "following": FOLLOWING,
     "skip": SKIP,
     "flash": FLASH,
     "lserve": LSERVE,
@@ -162,7 +166,7 @@ def test_tokens_do_not_depend_on_the_prefix_cache(start, alone, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "following"])
 def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch):
     monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", 4)
     llm = start(POLICIES[name], prefill="layered")
@@ -182,6 +186,8 @@ def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch)
         dataclasses.replace(HALVES, budget=160, local=160),
         FlashPrefill(alpha=0),
         Blasst(threshold_scale_factor=0),
+        dataclasses.replace(FOLLOWS, percent=100),
+        dataclasses.replace(FOLLOWS, percent=100, anchors=(0, 1)),
     ],
     ids=str,
 )
@@ -206,6 +212,7 @@ MESHES = [
     (COMPACT, 4, 1),
     (LABELS, 4, 1),
     (SKIP, 1, 3),
+    (FOLLOWING, 4, 1),
 ]
 
 
@@ -287,6 +294,18 @@ BAD = [
         "threshold_scale_factor of Blasst must be a number of at least 0, got -1",
     ),
     ({"policy": "blasst", "reselect": 2}, "Blasst selects nothing, so reselect must be 1, got 2"),
+    ("kascade", r"anchors of Kascade must be layers in ascending order from 0 on, .*, got \(\)"),
+    ({"policy": "kascade", "anchors": [0, 2, 1], "heads": [[0]]}, r"in ascending order .*, got \(0, 2, 1\)"),
+    ({"policy": "kascade", "percent": 101}, "percent of Kascade must be at most 100, got 101"),
+    ({"policy": "kascade", "layers": [1, None]}, r"layers must be \(0, None\) and reselect 1, got \(1, None\) and 1"),
+    (
+        {"policy": "kascade", "anchors": [0], "heads": [[0, 1, 3], [0, 1, 2]]},
+        "must be one among 3 for each of 2 layers and 3 KV heads",
+    ),
+    (
+        {"policy": "kascade", "anchors": [0, 2], "heads": [[0, 1, 2], [0, 1, 2]]},
+        "anchors of Kascade must be among 2 layers, got 2",
+    ),
     ("double_sparsity", r"channels of DoubleSparsity must be at least 1 .* jaxserve calibrate writes, got \(\)"),
     ({"policy": "double_sparsity", "channels": [[[1], [2, 3]]]}, "and for all as many"),
     ({"policy": "double_sparsity", "channels": [[[-1]]]}, "channels of DoubleSparsity must be at least 1"),
@@ -333,6 +352,11 @@ def test_steps_must_hold_a_page_of_a_prompt_beside_all_answers_where_rows_are_un
         ValueError, match="cut after multiples of 8 tokens, so max_num_batched_tokens must be at least 12"
     ):
         start(COMPACT, max_num_batched_tokens=11)
+
+
+def test_layered_prefill_is_refused_where_layers_follow_others(start):
+    with pytest.raises(ValueError, match=r"from layer to layer .* prefill must be 'chunked', got 'layered'"):
+        start(FOLLOWING, prefill="layered")
 
 
 def test_kv_parallelism_is_refused_where_pages_are_compared_with_all_before(start):
