@@ -283,8 +283,14 @@ def resolve(
     page_size = config.cache.page_size or (16 if on_cpu else 64)
     options, selection = config.scheduler, config.runtime.sparse
     if selection is not None:
-        tp = config.parallel.tensor_parallel_size
-        selection.check(page_size, sparse.Layout(model.layer_kinds, model.num_kv_heads, tp, model.kv_head_copies))
+        tp, ranks = config.parallel.tensor_parallel_size, config.parallel.kv_parallel_size
+        layout = sparse.Layout(model.layer_kinds, model.num_kv_heads, tp, model.kv_head_copies, ranks)
+        selection.check(page_size, layout)
+        if selection.carries_over_layers and options.prefill != "chunked":
+            raise ValueError(
+                f"sparse attention that carries selections from layer to layer needs prompts that pass all layers in a "
+                f"step: prefill must be 'chunked', got {options.prefill!r}"
+            )
     budget = options.max_num_batched_tokens or (512 if on_cpu else 8192)
     max_num_seqs = options.max_num_seqs or min(budget, 32 if on_cpu else 256)
     ranks = config.parallel.kv_parallel_size
@@ -313,6 +319,7 @@ def resolve(
         prefill_order=options.prefill_order,
         padded_decode_rows=tuple(padded),
         share_answers=selection is None or selection.shares_answers,
+        prompt_multiple=page_size if selection is not None and selection.cuts_at_pages else 1,
     )
     wanted = config.model.max_logprobs
     runner = RunnerConfig(
@@ -335,14 +342,14 @@ def kv_bytes_per_token(model: ModelConfig, dtype: DTypeLike, platform: str) -> i
     return 2 * model.num_layers * math.prod(position) * jnp.dtype(dtype).itemsize
 
 
-def _meta_bytes_per_page(config: EngineConfig, model: ModelConfig, platform: str) -> int:
+def _meta_bytes_per_page(config: EngineConfig, model: ModelConfig, page_size: int, platform: str) -> int:
     """Of what sparse attention keeps beside a page."""
     page_meta = config.runtime.sparse and config.runtime.sparse.page_meta
     if page_meta is None:
         return 0
     position = position_shape(model.num_kv_heads, model.head_dim, config.kv_dtype, platform)
     num_kv_heads = math.prod(position) // model.head_dim
-    numbers = model.layer_kinds.count("full") * num_kv_heads * page_meta.num_parts * page_meta.width(model.head_dim)
+    numbers = model.layer_kinds.count("full") * num_kv_heads * page_meta.size(model.head_dim, page_size)
     return numbers * jnp.dtype(meta_dtype(config.kv_dtype)).itemsize
 
 
@@ -375,7 +382,7 @@ def _num_pages(
             )
         return cache.num_pages
     page_bytes = page_size * kv_bytes_per_token(model, config.kv_dtype, device.platform)
-    page_bytes += _meta_bytes_per_page(config, model, device.platform)
+    page_bytes += _meta_bytes_per_page(config, model, page_size, device.platform)
     budget, left_after = cache.kv_cache_memory_bytes, f"{params_bytes} bytes of weights"
     if budget is None and device.on_cpu:
         budget = CPU_KV_CACHE_BYTES

@@ -136,8 +136,10 @@ def attend(
     cut = batch.num_decode_rows
     options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
 
-    def attention(rows: Array, region: AttentionBatch) -> tuple[Array, Array]:
-        return paged_attention(rows, kv, layer, region, **options, return_lse=True, implementation=implementation)
+    def attention(rows: Array, region: AttentionBatch, skip_below: Array | None = None) -> tuple[Array, Array]:
+        return paged_attention(
+            rows, kv, layer, region, **options, skip_below=skip_below, return_lse=True, implementation=implementation
+        )
 
     if batch.sparse is not None:
         outs, kv = _attend_sparse(q, kv, layer, batch, batch.sparse, attention)

@@ -19,6 +19,7 @@ from jaxserve.layers.attention import AttentionSpec, attend, on_hopper, prepare_
 from jaxserve.layers.dense import PlainNorm, dense_weights, layer_numbers, run_dense_layers
 from jaxserve.layers.kv_cache import KVCache, StepBatch
 from jaxserve.layers.sparse.hooks import LayerPolicies, SparseAttention
+from jaxserve.layers.sparse.state import begin_step
 from jaxserve.pallas_kernels.paged_attention import Implementation
 from jaxserve.pallas_kernels.target import layers_a_turn
 
@@ -101,6 +102,14 @@ def forward(
     else:
         rows = jnp.concatenate([model.embed(params, batch.token_ids[:cut]), frontier])
 
+    region = batch.decode or batch.prefill
+    if "full" in kv and region is not None:
+        full = begin_step(
+            model.sparse, kv["full"], model.attention_spec("full").head_dim,
+            num_decode=cut, num_prefill=rows.shape[0] - cut, max_pages=region.page_table.shape[1],
+        )  # fmt: skip
+        kv = {**kv, "full": full}
+
     def run(carry: Carry, part: StepBatch, lo: int, hi: int) -> Carry:
         if lo == hi or not carry[0].shape[0]:
             return carry
@@ -128,6 +137,7 @@ def forward(
     carry = run_decode(carry, 0, lo)
     carry = run(carry, batch, lo, hi)
     rows, kv, experts_read = run_decode(carry, hi, num_layers)
+    kv = {kind: dataclasses.replace(cache, chosen=None) for kind, cache in kv.items()}
     normed = model.final_norm(params, rows)
     if hi < num_layers:
         normed = jnp.concatenate([normed[:cut], rows[cut:]])

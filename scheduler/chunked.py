@@ -17,6 +17,7 @@ class ChunkedPrefill:
     def __init__(self, config: SchedulerConfig):
         self._chunks = config.enable_chunked_prefill
         self._threshold = config.long_prefill_token_threshold
+        self._multiple = config.prompt_multiple
 
     def choose(self, draft: Draft, candidates: list[Request]) -> tuple[Sequence[Request], Cohort | None]:
         """Who may begin or go on in this step, first served first; and who goes on if none of these can.
@@ -30,7 +31,14 @@ class ChunkedPrefill:
         room = self._room(draft)
         if not self._chunks:
             return num_left if num_left <= room else 0
-        return min(num_left, room, self._threshold or num_left)
+        num_tokens = min(num_left, room, self._threshold or num_left)
+        over = (request.num_tokens - num_left + num_tokens) % self._multiple
+        if num_tokens == num_left or not over:
+            return num_tokens
+        if num_tokens > over or draft.prefill:
+            return max(num_tokens - over, 0)
+        up = min(num_left, num_tokens - over + self._multiple)  # else it might wait for ever
+        return up if up <= draft.budget else 0
 
     def _room(self, draft: Draft) -> int:
         """Query tokens that the step still takes."""

@@ -28,6 +28,7 @@ class SchedulerConfig:
     target_tbt_ms: float | None = None  # of a step with prompts and decodes; None = 512 tokens' work for all layers
     prefill_order: Literal["fcfs", "shortest", "slack"] = "fcfs"  # see overtaking.py; not for chunked prefill
     share_answers: bool = True  # pages with tokens of answers are published too, see prefix_cache.py
+    prompt_multiple: int = 1  # prompts are cut into steps after a multiple of it
     padded_decode_rows: tuple[int, ...] = ()  # ascending; what the runner pads the decode rows beside prompts to
 
     def __post_init__(self) -> None:
@@ -83,6 +84,12 @@ class SchedulerConfig:
                 f"{self.max_num_seqs}; raise the former or lower the latter"
             )
         if self.enable_chunked_prefill:
+            least = self.tokens_for(self.max_num_seqs) + self.prompt_multiple
+            if self.prompt_multiple > 1 and budget < least:  # else decodes could starve a prompt for ever
+                raise ValueError(
+                    f"prompts are cut after multiples of {self.prompt_multiple} tokens, so max_num_batched_tokens must "
+                    f"be at least {least}, got {budget}; raise it, or lower max_num_seqs or page_size"
+                )
             return
         if budget < self.max_model_len:
             raise ValueError(

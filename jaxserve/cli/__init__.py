@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import batch, bench, chat, compile, convert, evaluate, generate, info, plan, serve
+from jaxserve.cli import batch, bench, calibrate, chat, compile, convert, evaluate, generate, info, plan, serve
 from jaxserve.cli.options import require_command
 from jaxserve.exceptions import EngineDeadError, JaxserveError
 
@@ -27,6 +27,7 @@ for command in (
 ):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate.evaluate)
+app.command()(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 
 

@@ -20,7 +20,7 @@ from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, init_kv
 from jaxserve.layers.sparse import LayerPolicies, Layout, SparseAttention
 from jaxserve.layers.sparse.attend import attend_rows, rows_by_policy, select_rows
 from jaxserve.layers.sparse.selection import tables_of
-from jaxserve.layers.sparse.state import init_state
+from jaxserve.layers.sparse.state import begin_step, init_state
 from jaxserve.models import Model
 from jaxserve.pallas_kernels.paged_attention import paged_attention
 from jaxserve.weights import LoadedModel
@@ -65,11 +65,14 @@ def watch(
     if sparse is not None:
         config = model.config
         sparse.check(page_size, Layout(config.layer_kinds, config.num_kv_heads, 1, config.kv_head_copies))
-    batch, num_pages = _as_batch(token_ids, num_prompt, page_size)
+    batch, num_pages = as_batch(token_ids, num_prompt, page_size)
     dtype = params["final_norm"].dtype
     kv = init_kv_cache(model.config, num_pages=num_pages + 1, page_size=page_size, dtype=dtype)
     if sparse is not None:
         kv["full"] = init_state(sparse, kv["full"], model.config.head_dim, num_slots=1, max_pages=num_pages)
+        kv["full"] = begin_step(
+            sparse, kv["full"], model.config.head_dim, num_decode=0, num_prefill=len(token_ids), max_pages=num_pages
+        )
     x, shares = model.embed(params, batch.token_ids), []
     num_layers = len(model.layer_kinds)
     for lo, hi, policies in sparse.segments(0, num_layers) if sparse else [(0, num_layers, None)]:
@@ -83,7 +86,7 @@ def watch(
     return Watched(np.asarray(jax.nn.log_softmax(logits)), float(recall), float(density))
 
 
-def _as_batch(token_ids: Sequence[int], num_prompt: int, page_size: int) -> tuple[StepBatch, int]:
+def as_batch(token_ids: Sequence[int], num_prompt: int, page_size: int) -> tuple[StepBatch, int]:
     """The text as one prefill step of slot 0, and its pages; they begin with page 1."""
     num_tokens = len(token_ids)
     positions, num_pages = jnp.arange(num_tokens), -(-num_tokens // page_size)
@@ -115,8 +118,8 @@ class _Watching(Attend):
         q, kv = rotate_and_write(heads, self.cache, self.index, self.batch, self.spec.num_kv_heads)
         options = {"scale": self.spec.scale, "sliding_window": self.spec.sliding_window, "soft_cap": self.spec.soft_cap}
 
-        def attention(rows: Array, region: AttentionBatch) -> tuple[Array, Array]:
-            return paged_attention(rows, kv, self.index, region, **options, return_lse=True)
+        def attention(rows: Array, region: AttentionBatch, skip_below: Array | None = None) -> tuple[Array, Array]:
+            return paged_attention(rows, kv, self.index, region, **options, skip_below=skip_below, return_lse=True)
 
         assert self.batch.prefill is not None
         dense = out = attention(q, self.batch.prefill)
@@ -124,8 +127,8 @@ class _Watching(Attend):
         if sparse is not None:
             assert sparse.prefill is not None
             for policy, rows in rows_by_policy(sparse.policies, q, sparse.prefill):
-                numbers, kv = select_rows(policy, rows, kv, self.index)
-                out = attend_rows(rows, numbers, kv, attention, out)
+                numbers, kv = select_rows(policy, rows, kv, self.index, attention)
+                out = attend_rows(policy, rows, numbers, kv, attention, out)
                 tables = tables_of(numbers, rows.page_table, rows.seen, kv.page_size, kv.k.shape[1])
                 recall = jnp.mean(jnp.exp(out[1] - dense[1])[:, : self.spec.num_heads], axis=1)
                 density = jnp.mean(

@@ -14,14 +14,22 @@ Two rules make a token independent of how the work was cut, batched, cached or c
   then not those that a prompt with the same tokens has: such pages are not shared, see `SparseAttention`.
 """
 
+from jaxserve.layers.sparse.blasst import Blasst as Blasst
+from jaxserve.layers.sparse.compact_attention import CompactAttention as CompactAttention
+from jaxserve.layers.sparse.double_sparsity import DoubleSparsity as DoubleSparsity
+from jaxserve.layers.sparse.flash_prefill import FlashPrefill as FlashPrefill
 from jaxserve.layers.sparse.hooks import (
+    MaximumMeta as MaximumMeta,
     LayerPolicies as LayerPolicies,
     Layout as Layout,
     PageMeta as PageMeta,
     Policy as Policy,
     Select as Select,
     SparseAttention as SparseAttention,
+    TokenMeta as TokenMeta,
+    WholePageMeta as WholePageMeta,
 )
+from jaxserve.layers.sparse.kascade import Kascade as Kascade
 from jaxserve.layers.sparse.lserve import LServe as LServe
 from jaxserve.layers.sparse.options import POLICIES as POLICIES, resolve as resolve
 from jaxserve.layers.sparse.quest import Quest as Quest

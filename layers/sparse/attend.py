@@ -5,6 +5,7 @@ so that where there are none it costs a loop of no turns.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,11 +15,14 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.layers.sparse.hooks import LayerPolicies, Policy
-from jaxserve.layers.sparse.selection import NO_PAGE, select_pages, tables_of, with_pages_begun
+from jaxserve.layers.sparse.kascade import KascadeLayers
+from jaxserve.layers.sparse.page_mass import page_masses
+from jaxserve.layers.sparse.selection import all_pages, NO_PAGE, select_pages, tables_of, united, with_pages_begun
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 from jaxserve.pallas_kernels.target import target_device
 
-Attention = Callable[[Array, AttentionBatch], tuple[Array, Array]]  # of query rows to a region: output and lse
+# Of query rows to a region, and what `Policy.skip_below` says of them if it says something: output and lse
+Attention = Callable[..., tuple[Array, Array]]
 
 
 class Rows(NamedTuple):
@@ -45,11 +49,11 @@ def attend_decode(
     """Attention of the decode region's rows to what the policy selects, and the cache with what it carries on."""
     assert region.max_q_len == 1
     rows = Rows(q, region, jnp.arange(q.shape[0]), region.kv_lens)
-    if policy.reselect == 1:
+    if policy.reselect == 1 and not policy.carries_over_layers:
         numbers = select_pages(policy, q, kv, layer, region.page_table, region.kv_lens)
     else:
-        numbers, kv = select_rows(policy, rows, kv, layer)
-    return attention(q, tables_of(numbers, region.page_table, rows.seen, kv.page_size, kv.k.shape[1])), kv
+        numbers, kv = select_rows(policy, rows, kv, layer, attention)
+    return _attend(policy, rows, numbers, kv, attention), kv
 
 
 def attend_prefill(
@@ -70,8 +74,11 @@ def attend_prefill(
     """
     out = dense() if None in policies else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
     for policy, rows in rows_by_policy(policies, q, region):
-        numbers, kv = select_rows(policy, rows, kv, layer)
-        out = attend_rows(rows, numbers, kv, attention, out)
+        if policy.reselect == 1 and not policy.carries_over_layers:
+            out = _select_and_attend(policy, rows, kv, layer, attention, out)
+        else:
+            numbers, kv = select_rows(policy, rows, kv, layer, attention)
+            out = attend_rows(policy, rows, numbers, kv, attention, out)
     return out, kv
 
 
@@ -91,9 +98,13 @@ def rows_by_policy(
             yield policy, Rows(q, region, sequence, jnp.where(mine, seen, 0))
 
 
-def select_rows(policy: Policy, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
+def select_rows(
+    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention
+) -> tuple[Array, KVCache]:
     """Numbers of the pages that rows read [T, K, C], and the cache with what is carried on."""
     period, seen = policy.reselect, rows.seen
+    if policy.carries_over_layers:
+        return _choose_or_follow(policy, rows, kv, layer, attention)
     if period == 1:
         return _select_where(seen > 0, policy, rows, kv, layer), kv
     assert rows.region.prompt_lens is not None
@@ -109,11 +120,39 @@ def _select_where(wanted: Array, policy: Policy, rows: Rows, kv: KVCache, layer:
         return select_pages(policy, rows.q, kv, layer, rows.region.page_table, jnp.where(wanted, rows.seen, 0))
 
     def some(part: Rows, _: Array) -> Array:
-        return select_pages(policy, part.q, kv, layer, part.page_table, part.seen)
+        return _select(policy, part, kv, layer)
 
-    most = min(policy.select.max_pages(kv.page_size), rows.region.page_table.shape[1])
+    most = rows.region.page_table.shape[1]
+    most = most if policy.select is None else min(policy.select.max_pages(kv.page_size), most)
     shape = (rows.q.shape[0], kv.num_heads(rows.q.shape[2]), most)
-    return _over(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
+    over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
+    return over(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
+
+
+def _choose_or_follow(
+    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention
+) -> tuple[Array, KVCache]:
+    assert isinstance(policy, KascadeLayers)
+    assert kv.chosen is not None
+    is_prefill = rows.region.cu_q_lens is not None
+    chosen = kv.chosen[is_prefill]
+    if not policy.chooses:
+        return chosen[:, policy.follows(chosen.shape[1], layer)], kv
+
+    def some(part: Rows, _: Array) -> Array:
+        masses = page_masses(attention, part.q, kv, part.page_table, part.seen)
+        numbers = policy.select.pages(part.seen, kv.page_size, masses, layer)
+        return jnp.pad(numbers, ((0, 0), (0, 0), (0, chosen.shape[2] - numbers.shape[2])), constant_values=NO_PAGE)
+
+    chosen = _over(rows.seen > 0, some, rows, chosen)
+    both = (kv.chosen[0], chosen) if is_prefill else (chosen, kv.chosen[1])
+    return chosen, dataclasses.replace(kv, chosen=both)
+
+
+def _select(policy: Policy, part: Rows, kv: KVCache, layer: int | Array) -> Array:
+    """What rows select; what one of them or more does, where these are those of a page and the policy unites them."""
+    numbers = select_pages(policy, part.q, kv, layer, part.page_table, part.seen)
+    return united(numbers, part.page_table.shape[1]) if policy.unites_rows else numbers
 
 
 def _carry(numbers: Array, at: Array, rows: Rows, kv: KVCache, layer: int | Array) -> tuple[Array, KVCache]:
@@ -132,13 +171,36 @@ def _carry(numbers: Array, at: Array, rows: Rows, kv: KVCache, layer: int | Arra
     return numbers, dataclasses.replace(kv, carry=kv.carry.at[layer, to].set(numbers, mode="drop"))
 
 
-def attend_rows(rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple) -> tuple[Array, Array]:
+def _select_and_attend(
+    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention, out: tuple
+) -> tuple[Array, Array]:
+    """As `attend_rows`, where what rows select is forgotten again: of all of them it would take much memory."""
+
+    def some(part: Rows, _: Array) -> tuple[Array, Array]:
+        return _attend(policy, part, _select(policy, part, kv, layer), kv, attention)
+
+    over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
+    return over(rows.seen > 0, some, rows, out)
+
+
+def attend_rows(
+    policy: Policy, rows: Rows, numbers: Array, kv: KVCache, attention: Attention, out: tuple
+) -> tuple[Array, Array]:
     """`out` with that of the rows that read something."""
 
     def some(part: Rows, at: Array) -> tuple[Array, Array]:
-        return attention(part.q, tables_of(numbers[at], part.page_table, part.seen, kv.page_size, kv.k.shape[1]))
+        return _attend(policy, part, numbers[at], kv, attention)
 
     return _over(rows.seen > 0, some, rows, out)
+
+
+def _attend(policy: Policy, part: Rows, numbers: Array, kv: KVCache, attention: Attention) -> tuple[Array, Array]:
+    """Attention of rows to the pages with these numbers."""
+    if isinstance(policy, KascadeLayers) and policy.reads_all:
+        numbers = all_pages(part.seen, kv.page_size, numbers.shape[1], part.page_table.shape[1])
+    tables = tables_of(numbers, part.page_table, part.seen, kv.page_size, kv.k.shape[1])
+    below = policy.skip_below(part.seen)
+    return attention(part.q, tables) if below is None else attention(part.q, tables, below)
 
 
 def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T) -> T:
@@ -156,3 +218,21 @@ def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, ou
         return jax.tree.map(lambda x, y: x.at[to].set(y.astype(x.dtype), mode="drop"), out, function(part, at))
 
     return jax.lax.fori_loop(0, -(-count // size), turn, out)
+
+
+def _over_pages[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T, *, page_size: int) -> T:
+    """As `_over`, of the wanted rows of a sequence whose own page is the same: all of them at a time."""
+    num_rows = wanted.shape[0]
+    own = jnp.where(wanted, rows.sequence, -1), (rows.seen - 1) // page_size
+    begins = wanted & functools.reduce(jnp.logical_or, [jnp.diff(x, prepend=-2) != 0 for x in own])
+    order = jnp.argsort(~begins, stable=True)
+
+    def turn(i: Array, out: T) -> T:
+        at = order[i] + jnp.arange(page_size)
+        here = jnp.minimum(at, num_rows - 1)
+        is_row = (at < num_rows) & functools.reduce(jnp.logical_and, [x[here] == x[order[i]] for x in own])
+        part = Rows(rows.q[here], rows.region, rows.sequence[here], jnp.where(is_row, rows.seen[here], 0))
+        to = jnp.where(is_row, at, num_rows)
+        return jax.tree.map(lambda x, y: x.at[to].set(y.astype(x.dtype), mode="drop"), out, function(part, here))
+
+    return jax.lax.fori_loop(0, jnp.sum(begins), turn, out)

@@ -12,13 +12,15 @@ from jaxtyping import Float, Int
 
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
+ALL_PAGES = 2**30  # more than any sequence has
+
 
 class PageMeta(abc.ABC):
-    """What is kept of a page's keys, for each KV head: the elementwise maximum over its tokens of `of_keys`.
+    """What is kept of a page's keys, for each KV head: a `MaximumMeta`, a `WholePageMeta` or a `TokenMeta`.
 
-    A maximum is the same in whatever order and parts keys come. It starts anew with a page's first token. A page's
-    score is the dot product of its metadata with `probe`. Where a page has `num_parts`, equal and in the order of its
-    tokens, each has metadata, and the page's score is the best of theirs. Implementations are frozen dataclasses.
+    A page's score is the dot product of its metadata with `probe`. Where a page has `num_parts`, equal and in the order
+    of its tokens, each has metadata, and the page's score is the best of theirs. Implementations are frozen
+    dataclasses.
     """
 
     @property
@@ -27,15 +29,51 @@ class PageMeta(abc.ABC):
 
     @abc.abstractmethod
     def width(self, head_dim: int) -> int:
-        """Numbers kept of each part of a page, for each KV head; M of them of the page."""
+        """Numbers kept of each part of a page, for each KV head."""
+
+    def size(self, head_dim: int, page_size: int) -> int:
+        """M: numbers kept of a page, for each KV head."""
+        return self.num_parts * self.width(head_dim)
+
+    def in_layer(self, layer: int | Int[Array, ""]) -> "PageMeta":
+        """The same, where it differs by layer; `layer` is its index among those of its kind."""
+        return self
+
+    @abc.abstractmethod
+    def probe(self, q: Float[Array, "T K G H"]) -> Float[Array, "T K *probes width"]:
+        """What a part's metadata is multiplied with for its score, float32: one for all heads of a group, or several,
+        each of which gives scores of its own.
+        """
+
+
+class MaximumMeta(PageMeta):
+    """The elementwise maximum over a page's tokens of `of_keys`.
+
+    A maximum is the same in whatever order and parts keys come. It starts anew with a page's first token.
+    """
 
     @abc.abstractmethod
     def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K width"]:
         """The metadata of a part that holds this one key, after its rotation."""
 
+
+class WholePageMeta(PageMeta):
+    """`of_pages`, worked out once, when a page is complete: what keys add up to depends on their order otherwise."""
+
     @abc.abstractmethod
-    def probe(self, q: Float[Array, "T K G H"]) -> Float[Array, "T K width"]:
-        """What a part's metadata is multiplied with for its score, float32; one for all heads of a group."""
+    def of_pages(self, k: Float[Array, "P page_size K H"]) -> Float[Array, "P K width"]:
+        """The metadata of pages with these keys, after their rotation."""
+
+
+class TokenMeta(PageMeta):
+    """`of_keys` of each token: each is a part of its page."""
+
+    def size(self, head_dim: int, page_size: int) -> int:
+        return page_size * self.width(head_dim)
+
+    @abc.abstractmethod
+    def of_keys(self, k: Float[Array, "T K H"]) -> Float[Array, "T K width"]:
+        """The metadata of tokens with these keys, after their rotation."""
 
 
 class Select(abc.ABC):
@@ -43,14 +81,14 @@ class Select(abc.ABC):
 
     @abc.abstractmethod
     def max_pages(self, page_size: int) -> int:
-        """C: the most pages that a row selects for a KV head, however long its sequence is."""
+        """C: the most pages that a row selects for a KV head, however long its sequence is; ALL_PAGES = no limit."""
 
     @abc.abstractmethod
     def pages(
         self,
         kv_lens: Int[Array, " T"],
         page_size: int,
-        scores: Float[Array, "T K max_pages"] | None,
+        scores: Float[Array, "T K *probes max_pages"] | None,
         layer: int | Int[Array, ""],
     ) -> Int[Array, "T heads C"]:
         """Numbers of pages in their sequences, ascending, then -1; `heads` is K, or 1 for the same in all heads.
@@ -104,7 +142,30 @@ class Policy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def select(self) -> Select: ...
+    def select(self) -> Select | None:
+        """None = all pages."""
+
+    def skip_below(self, kv_lens: Int[Array, " T"]) -> Float[Array, " T"] | None:
+        """For `paged_attention`: how far below the largest score so far a page's must be for a row to skip it, as a
+        logarithm; None = no page is skipped.
+        """
+        return None
+
+    @property
+    def carries_over_layers(self) -> bool:
+        """Whether layers read what earlier ones chose in the same step. Then `parts` say what it does in which layers:
+        policies with `chooses`, `reads_all` and `follows`, as `kascade` has them.
+        """
+        return False
+
+    def parts(self) -> "Iterator[Part]":
+        """What holds in which layers."""
+        yield Part(*self.layers, self)
+
+    @property
+    def unites_rows(self) -> bool:
+        """Whether prompt tokens in the same page all read what one of them or more selects. Not for answers."""
+        return False
 
     @property
     def min_pages(self) -> int:
@@ -113,7 +174,7 @@ class Policy(abc.ABC):
 
     def check(self, page_size: int, layout: "Layout") -> None:
         """Raises ValueError where the policy does not fit pages of this size, or the model."""
-        num_pages = self.select.max_pages(page_size)
+        num_pages = ALL_PAGES if self.select is None else self.select.max_pages(page_size)
         if num_pages < self.min_pages:
             raise ValueError(
                 f"{self.name} must read at least {self.min_pages} pages of {page_size} tokens, got room for "
@@ -142,6 +203,17 @@ class Policy(abc.ABC):
         return first <= layer and (last is None or layer < last)
 
 
+class Part(NamedTuple):
+    """A policy and its layers: the first, and the one after the last; None = no last."""
+
+    first: int
+    last: int | None
+    policy: Policy
+
+    def holds_in(self, layer: int) -> bool:
+        return self.first <= layer and (self.last is None or layer < self.last)
+
+
 class Layout(NamedTuple):
     """What policies must fit, beside the page size."""
 
@@ -149,6 +221,7 @@ class Layout(NamedTuple):
     num_kv_heads: int  # of a rank
     tensor_parallel_size: int
     kv_head_copies: int  # ranks that have the same KV head
+    kv_parallel_size: int = 1
 
 
 class LayerPolicies(NamedTuple):
@@ -179,7 +252,8 @@ class SparseAttention:
     None means dense attention. Layers with a sliding window stay as they are.
 
     Raises:
-        ValueError: two policies that keep different metadata of the same pages, or one that reselects, for prompts.
+        ValueError: two policies that keep different metadata of the same pages, one that reselects, for prompts, or one
+            for prompts alone, for answers.
     """
 
     decode: Policy | None = None
@@ -191,6 +265,8 @@ class SparseAttention:
                 raise ValueError(f"{name} must be a policy such as Quest() or None, got {policy!r}")
         if self.prefill is not None and self.prefill.reselect > 1:
             raise ValueError(f"each token of a prompt selects: its reselect must be 1, got {self.prefill.reselect}")
+        if self.decode is not None and self.decode.unites_rows:
+            raise ValueError(f"{self.decode.name} is for prompts alone; give it as prefill, got it as decode")
         kept = {policy.page_meta for policy in self._policies() if policy.page_meta is not None}
         if len(kept) > 1:
             raise ValueError(f"decode and prefill must keep the same metadata of pages, got {sorted(map(repr, kept))}")
@@ -204,6 +280,15 @@ class SparseAttention:
         """Whether a token's keys and values are the same in a prompt and in an answer."""
         return self.decode == self.prefill
 
+    @property
+    def carries_over_layers(self) -> bool:
+        return any(policy.carries_over_layers for policy in self._policies())
+
+    @property
+    def cuts_at_pages(self) -> bool:
+        """Whether steps may begin a part of a prompt only where a page begins."""
+        return self.prefill is not None and self.prefill.unites_rows
+
     def check(self, page_size: int, layout: Layout) -> None:
         """Raises ValueError where a policy does not fit the model, its pages or its mesh."""
         for policy in self._policies():
@@ -211,9 +296,10 @@ class SparseAttention:
 
     def segments(self, lo: int, hi: int) -> Iterator[tuple[int, int, LayerPolicies | None]]:
         """Layers `[lo, hi)` cut where policies begin or end, each piece with what holds there."""
-        ends = (end for policy in self._policies() for end in policy.layers if end is not None and lo < end < hi)
+        parts = [[] if policy is None else list(policy.parts()) for policy in (self.decode, self.prefill)]
+        ends = (end for part in itertools.chain(*parts) for end in part[:2] if end is not None and lo < end < hi)
         for first, last in itertools.pairwise(sorted({lo, *ends, hi})):
-            held = LayerPolicies(*(p if p and p.holds_in(first) else None for p in (self.decode, self.prefill)))
+            held = LayerPolicies(*(next((p.policy for p in own if p.holds_in(first)), None) for own in parts))
             yield first, last, held if any(held) else None
 
     def _policies(self) -> list[Policy]:

@@ -5,12 +5,26 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.layers.sparse.blasst import Blasst
+from jaxserve.layers.sparse.compact_attention import CompactAttention
+from jaxserve.layers.sparse.double_sparsity import DoubleSparsity
+from jaxserve.layers.sparse.flash_prefill import FlashPrefill
 from jaxserve.layers.sparse.hooks import Policy, SparseAttention
+from jaxserve.layers.sparse.kascade import Kascade
 from jaxserve.layers.sparse.lserve import LServe
 from jaxserve.layers.sparse.quest import Quest
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM
 
-POLICIES: Mapping[str, type[Policy]] = {"lserve": LServe, "quest": Quest, "streaming_llm": StreamingLLM}
+POLICIES: Mapping[str, type[Policy]] = {
+    "blasst": Blasst,
+    "compact_attention": CompactAttention,
+    "double_sparsity": DoubleSparsity,
+    "flash_prefill": FlashPrefill,
+    "kascade": Kascade,
+    "lserve": LServe,
+    "quest": Quest,
+    "streaming_llm": StreamingLLM,
+}
 PHASES = ("decode", "prefill")
 
 

@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxserve.layers.sparse.hooks import PageMeta
+from jaxserve.layers.sparse.hooks import MaximumMeta, PageMeta, TokenMeta, WholePageMeta
 from jaxserve.pallas_kernels import page_scores as page_scores_kernel
 from jaxserve.pallas_kernels.paged_attention.types import FP8, KVCache
 from jaxserve.sharding.collectives import axis_size
@@ -29,14 +29,50 @@ def fold(
 ) -> KVCache:
     """The cache with the metadata of pages that had keys written at these places, which it reads from there."""
     assert kv.meta is not None
+    page_meta = page_meta.in_layer(layer)
+    if isinstance(page_meta, WholePageMeta):
+        return fold_whole(kv, layer, page_meta, head_dim, page_ids, page_offsets)
+    assert isinstance(page_meta, MaximumMeta | TokenMeta)
     keys = kv.k[layer, page_ids, page_offsets].reshape(page_ids.shape[0], -1, head_dim)
     if scales := kv.layer_scales(layer):
         keys = keys.astype(jnp.float32) * scales[0][None, :, None]
-    values = _in_parts(page_meta.of_keys(keys).astype(kv.meta.dtype), page_meta.num_parts, page_offsets, kv.page_size)
+    values = page_meta.of_keys(keys).astype(kv.meta.dtype)
+    if isinstance(page_meta, TokenMeta):
+        L, P, K, M = kv.meta.shape
+        tokens = kv.meta.reshape(L, P, K, kv.page_size, -1).at[layer, page_ids, :, page_offsets].set(values)
+        return dataclasses.replace(kv, meta=tokens.reshape(L, P, K, M))
+    values = _in_parts(values, page_meta.num_parts, page_offsets, kv.page_size)
     num_pages = kv.meta.shape[1]
     begun = jnp.where(page_offsets == 0, page_ids, num_pages)  # what the page's owner before left is forgotten
     meta = kv.meta.at[layer, begun].set(values, mode="drop")
     return dataclasses.replace(kv, meta=meta.at[layer, page_ids].max(values))
+
+
+def fold_whole(
+    kv: KVCache,
+    layer: int | Int[Array, ""],
+    page_meta: WholePageMeta,
+    head_dim: int,
+    page_ids: Int[Array, " T"],
+    page_offsets: Int[Array, " T"],
+) -> KVCache:
+    """As `fold`, of the pages that these keys complete; some at a time, so that where there are none it costs little."""
+    assert kv.meta is not None
+    page_size, num_pages = kv.page_size, kv.meta.shape[1]
+    size = min(page_ids.shape[0], 8)
+    completes = page_offsets == page_size - 1
+    pages = jnp.pad(page_ids[jnp.argsort(~completes, stable=True)], (0, size))
+    count = jnp.sum(completes)
+
+    def turn(i: Array, meta: Array) -> Array:
+        mine = jax.lax.dynamic_slice_in_dim(pages, i * size, size)
+        keys = kv.k[layer, mine].reshape(size, page_size, -1, head_dim).astype(jnp.float32)
+        if scales := kv.layer_scales(layer):
+            keys *= scales[0][None, None, :, None]
+        to = jnp.where(i * size + jnp.arange(size) < count, mine, num_pages)
+        return meta.at[layer, to].set(page_meta.of_pages(keys).astype(meta.dtype), mode="drop")
+
+    return dataclasses.replace(kv, meta=jax.lax.fori_loop(0, -(-count // size), turn, kv.meta))
 
 
 def _in_parts(values: Array, num_parts: int, page_offsets: Array, page_size: int) -> Array:

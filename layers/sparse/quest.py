@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxserve.layers.sparse.hooks import PageMeta, Policy
+from jaxserve.layers.sparse.hooks import MaximumMeta, Policy
 from jaxserve.layers.sparse.top_pages import TopPages
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyBounds(PageMeta):
+class KeyBounds(MaximumMeta):
     """The largest `[-k, k]` of a part, which is its least key with the sign turned, and its largest key."""
 
     parts: int = 1

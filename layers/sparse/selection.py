@@ -29,12 +29,39 @@ def select_pages(
     """
     (T, _, H), page_size = q.shape, kv.page_size
     K, scores = kv.num_heads(H), None
+    if policy.select is None:
+        return all_pages(kv_lens, page_size, K, page_table.shape[1])
     if policy.page_meta is not None:
         assert kv.meta is not None
-        probe = policy.page_meta.probe(q.reshape(T, K, -1, H))
-        scores = page_scores(probe, kv.meta, layer, page_table, -(-kv_lens // page_size))
+        probe = policy.page_meta.in_layer(layer).probe(q.reshape(T, K, -1, H))
+        of = (kv.meta, layer, page_table, -(-kv_lens // page_size))
+        if probe.ndim == 3:
+            scores = page_scores(probe, *of)
+        else:
+            scores = jnp.stack([page_scores(probe[:, :, i], *of) for i in range(probe.shape[2])], axis=2)
     numbers = policy.select.pages(kv_lens, page_size, scores, layer)[..., : page_table.shape[1]]
     return jnp.broadcast_to(numbers, (T, K, numbers.shape[2]))
+
+
+def all_pages(
+    kv_lens: Int[Array, " T"], page_size: int, num_kv_heads: int, max_pages: int
+) -> Int[Array, "T K max_pages"]:
+    """The numbers of all pages that rows see."""
+    numbers = jnp.broadcast_to(jnp.arange(max_pages, dtype=jnp.int32), (kv_lens.shape[0], num_kv_heads, max_pages))
+    return jnp.where(numbers * page_size < kv_lens[:, None, None], numbers, NO_PAGE)
+
+
+def united(numbers: Int[Array, "T K C"], max_pages: int) -> Int[Array, "T K max_pages"]:
+    """For each row the numbers that one or more of the rows have."""
+    K = numbers.shape[1]
+    head = jnp.arange(K)[None, :, None]
+    found = (
+        jnp.zeros((K, max_pages), bool)
+        .at[head, jnp.where(numbers == NO_PAGE, max_pages, numbers)]
+        .set(True, mode="drop")
+    )
+    every = ascending(jnp.broadcast_to(jnp.arange(max_pages, dtype=numbers.dtype), found.shape), found)
+    return jnp.broadcast_to(every, (*numbers.shape[:2], max_pages))
 
 
 def with_pages_begun(
@@ -76,7 +103,7 @@ def tables_of(
     )
 
 
-def ascending(numbers: Int[Array, "T K C"], is_page: Bool[Array, "T K C"]) -> Int[Array, "T K C"]:
+def ascending(numbers: Int[Array, "*rows C"], is_page: Bool[Array, "*rows C"]) -> Int[Array, "*rows C"]:
     """The numbers that are a page's in ascending order, then NO_PAGE."""
     last = jnp.iinfo(numbers.dtype).max
     numbers = jnp.sort(jnp.where(is_page, numbers, last), axis=-1)

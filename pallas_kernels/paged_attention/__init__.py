@@ -12,6 +12,7 @@ from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch as Atte
 from jaxserve.pallas_kernels.target import target_device
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
+SKIPS = "pages are skipped below a threshold by xla only"
 HopperWork = decode_work.Work | prefill_work.Work  # what `prepare` adds to a batch for the Hopper kernels
 
 
@@ -24,6 +25,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    skip_below: Float[Array, " rows"] | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -35,6 +37,8 @@ def paged_attention(
 
     Args:
         layer: index of the layer in the cache of its kind.
+        skip_below: at most 0. Of the pages of its table, in order, a query head of a row skips those whose largest score
+            minus the largest up to and with this page is less (BLASST, arXiv 2512.12087); None skips none.
         batch: as it is, or as `prepare` returned it for these lengths and this sliding window.
         implementation: None chooses by backend and falls back; a name is used or refused.
     Returns:
@@ -45,15 +49,19 @@ def paged_attention(
     """
     options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     if implementation is None:
-        implementation = _choose(q, kv, batch)
+        implementation = _choose(q, kv, batch, skips=skip_below is not None)
     if batch.by_kv_head:
         assert (batch.max_q_len, batch.cu_q_lens, sliding_window) == (1, None, None)
+    if skip_below is not None:
+        assert batch.page_numbers is None
+        if implementation != "xla":
+            raise NotImplementedError(SKIPS)
     if implementation == "mosaic_gpu":
         out, lse = mosaic_gpu.paged_attention(q, kv, layer, batch, **options)
     elif implementation == "mosaic_tpu":
         out, lse = mosaic_tpu.paged_attention(q, kv, layer, batch, **options)
     else:
-        out, lse = xla.paged_attention(q, kv, layer, batch, **options)
+        out, lse = xla.paged_attention(q, kv, layer, batch, **options, skip_below=skip_below)
     return (out, lse) if return_lse else out
 
 
@@ -91,13 +99,13 @@ def preferred() -> Implementation:
     return "mosaic_gpu" if hopper else "xla"
 
 
-def _choose(q: Array, kv: KVCache, batch: AttentionBatch) -> Implementation:
+def _choose(q: Array, kv: KVCache, batch: AttentionBatch, *, skips: bool) -> Implementation:
     """The best that can do this."""
     best = preferred()
     if best == "xla":
         return best
     kernels = mosaic_gpu if best == "mosaic_gpu" else mosaic_tpu
-    reason = kernels.unsupported(q, kv, batch)
+    reason = SKIPS if skips else kernels.unsupported(q, kv, batch)
     if reason:
         say_once("paged attention", reason)
     return "xla" if reason else best

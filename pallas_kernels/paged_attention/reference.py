@@ -1,6 +1,7 @@
 """Paged attention by its definition, one query row at a time, in float32. Slow; the truth that tests compare with."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -17,15 +18,16 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    skip_below: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`softmax(cap(scale q k^T)) v` over the positions that each row sees, and the log of the softmax's denominator.
 
     Keys and values are what the pages hold, times the scales of the cache if it has any. Query head n attends with
     those of head `n // (N / K)`. Source: arXiv 1706.03762, 2305.13245 (grouped heads), 2004.05150 (sliding window),
-    2408.00118 (soft cap).
+    2408.00118 (soft cap), 2512.12087 (skipped pages).
     """
     if batch.by_kv_head:
-        return _by_kv_head(q, kv, layer, batch, scale=scale, soft_cap=soft_cap)
+        return _by_kv_head(q, kv, layer, batch, scale=scale, soft_cap=soft_cap, skip_below=skip_below)
     queries = np.asarray(q).astype(np.float32)
     num_rows, num_heads, _ = queries.shape
     out, lse = np.zeros(queries.shape, np.float32), np.full((num_rows, num_heads), -np.inf, np.float32)
@@ -38,6 +40,8 @@ def paged_attention(
         scores = np.einsum("nh,jnh->nj", queries[row], keys) * np.float32(scale)
         if soft_cap is not None:
             scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
+        if skip_below is not None:
+            scores = _skip_pages(scores, first, kv.page_size, float(skip_below[row]))
         largest = scores.max(axis=1, keepdims=True)
         weights = np.exp(scores - largest)
         total = weights.sum(axis=1, keepdims=True)
@@ -46,8 +50,24 @@ def paged_attention(
     return out, lse
 
 
+def _skip_pages(scores: np.ndarray, first: int, page_size: int, below: float) -> np.ndarray:
+    """Scores [N, positions from `first` on] with -inf where a head skips a page."""
+    scores = scores.copy()
+    for head in scores:
+        so_far = -np.inf
+        start = 0
+        while start < len(head):
+            end = min(len(head), (first + start) // page_size * page_size + page_size - first)
+            local = head[start:end].max()
+            so_far = max(so_far, local)
+            if local - so_far < below:
+                head[start:end] = -np.inf
+            start = end
+    return scores
+
+
 def _by_kv_head(
-    q: Array, kv: KVCache, layer: int, batch: AttentionBatch, **options: float | None
+    q: Array, kv: KVCache, layer: int, batch: AttentionBatch, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each KV head by itself, with its own table and the query heads of its group."""
     K = batch.page_table.shape[1]

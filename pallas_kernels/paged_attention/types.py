@@ -32,7 +32,8 @@ class KVCache:
     With pages in float8_e4m3fn, keys are `k_scale * k` and values `v_scale * v`: there is one scale a layer and head.
 
     Sparse attention (`layers.sparse`) keeps `meta` of each page's keys, where M is up to its policy, and `carry`, which
-    pages each slot's sequence selected last: their numbers in it, ascending, then -1.
+    pages each slot's sequence selected last: their numbers in it, ascending, then -1. Within a step `chosen` has those
+    that the last layer that chose has chosen for each decode row and each prefill row.
     """
 
     k: Array  # [L, P, page_size, K, H]
@@ -41,6 +42,7 @@ class KVCache:
     v_scale: Array | None = None
     meta: Array | None = None  # [L, P, K, M]
     carry: Array | None = None  # i32 [L, Z, K, C]
+    chosen: tuple[Array, Array] | None = None  # i32 [B, K, C] and [T, K, C]
 
     @classmethod
     def zeros(

@@ -38,18 +38,19 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    skip_below: Array | None = None,  # f32 [rows]
 ) -> tuple[Array, Array]:
     """Output `[rows, N, H]` in q.dtype and float32 log-sum-exp `[rows, N]`; see the package's `paged_attention`."""
     reader = _Reader(kv, layer, batch, scale, sliding_window, soft_cap)
     H = q.shape[2]
     heads = q.reshape(q.shape[0], kv.num_heads(H), -1, H)
     region = _decode if batch.cu_q_lens is None else _prefill
-    out, lse = region(heads, reader)
+    out, lse = region(heads, skip_below, reader)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:2])
 
 
-def _decode(q: Array, reader: _Reader) -> tuple[Array, Array]:
-    """q [B * max_q_len, K, G, H]."""
+def _decode(q: Array, below: Array | None, reader: _Reader) -> tuple[Array, Array]:
+    """q [B * max_q_len, K, G, H], below [B * max_q_len]."""
     rows, K, G, H = q.shape
     B, Q = reader.batch.kv_lens.shape[0], reader.batch.max_q_len
     W = decode_group(B)
@@ -57,10 +58,11 @@ def _decode(q: Array, reader: _Reader) -> tuple[Array, Array]:
     order = jnp.argsort(jnp.max(kv_lens, axis=1)) if W < B else jnp.arange(B)  # similar lengths share a group
     q = q.reshape(B, Q, K, G, H).transpose(0, 2, 1, 3, 4)  # [B, K, Q, G, H]
     positions = kv_lens[..., None] - Q + jnp.arange(Q)[None, None]
+    below = None if below is None else below.reshape(B, Q)
 
     def group(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         mine = jax.lax.dynamic_slice_in_dim(order, i * W, W)
-        new = _tile(q[mine], positions[mine], mine, reader)
+        new = _tile(q[mine], positions[mine], None if below is None else below[mine], mine, reader)
         return jax.tree.map(lambda x, y: x.at[mine].set(y, unique_indices=True), carry, new)
 
     empty = (jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32))
@@ -69,8 +71,8 @@ def _decode(q: Array, reader: _Reader) -> tuple[Array, Array]:
     return out.reshape(rows, K, G, H), lse.reshape(rows, K, G)
 
 
-def _prefill(q: Array, reader: _Reader) -> tuple[Array, Array]:
-    """q [T, K, G, H], packed.
+def _prefill(q: Array, below: Array | None, reader: _Reader) -> tuple[Array, Array]:
+    """q [T, K, G, H], packed, below [T].
 
     Tiles come in the order of their rows. One that reaches past its sequence's end leaves zeros in rows of the next
     sequence, whose own tiles come later and overwrite them.
@@ -82,6 +84,7 @@ def _prefill(q: Array, reader: _Reader) -> tuple[Array, Array]:
     num_tiles = -(-q_lens // size)
     ends = jnp.cumsum(num_tiles)  # of each sequence in the list of tiles
     padded = jnp.pad(q, ((0, size), (0, 0), (0, 0), (0, 0)))
+    below = None if below is None else jnp.pad(below, (0, size))
 
     def tile(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         s = jnp.searchsorted(ends, i, side="right")
@@ -90,7 +93,8 @@ def _prefill(q: Array, reader: _Reader) -> tuple[Array, Array]:
         positions = jnp.where(row < q_lens[s], batch.kv_lens[s] - q_lens[s] + row, -1)
         start = starts[s] + first
         mine = jax.lax.dynamic_slice_in_dim(padded, start, size).transpose(1, 0, 2, 3)[None]
-        out, lse = _tile(mine, positions[None, None], s[None], reader)
+        own = None if below is None else jax.lax.dynamic_slice_in_dim(below, start, size)[None]
+        out, lse = _tile(mine, positions[None, None], own, s[None], reader)
         new = (out[0].transpose(1, 0, 2, 3), lse[0].transpose(1, 0, 2))
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), carry, new)
 
@@ -99,12 +103,12 @@ def _prefill(q: Array, reader: _Reader) -> tuple[Array, Array]:
     return out[:T], lse[:T]
 
 
-def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tuple[Array, Array]:
+def _tile(q: Array, positions: Array, below: Array | None, sequences: Array, reader: _Reader) -> tuple[Array, Array]:
     """Attention of query rows to the pages of their sequences.
 
     Args:
         q: [W, K, Q, G, H]. positions: i32 [W, 1 or K, Q], ascending in Q; -1 or less sees nothing.
-        sequences: i32 [W], rows of the batch.
+        below: f32 [W, Q], see `skip_below`; None = nothing is skipped. sequences: i32 [W], rows of the batch.
     Returns:
         Output [W, K, Q, G, H] and log-sum-exp [W, K, Q, G], float32.
     """
@@ -134,6 +138,8 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
         if reader.sliding_window is not None:
             visible &= distance < reader.sliding_window
         scores = jnp.where(visible, scores, NOTHING)
+        if below is not None:
+            scores = _without_skipped(scores, top, jnp.repeat(below, G, axis=1)[:, None], reader.kv.page_size)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         p = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
@@ -150,6 +156,15 @@ def _tile(q: Array, positions: Array, sequences: Array, reader: _Reader) -> tupl
     out = jnp.where(empty[..., None], 0.0, v_scale * acc / jnp.where(empty, 1.0, total)[..., None])
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
     return out.reshape(W, K, Q, G, H), lse.reshape(W, K, Q, G)
+
+
+def _without_skipped(scores: Array, top: Array, below: Array, page_size: int) -> Array:
+    """Scores [W, K, rows, block] with NOTHING in pages whose best is so far `below` [W, 1, rows] the best up to there."""
+    pages = scores.reshape(*scores.shape[:-1], -1, page_size)
+    best = jnp.max(pages, axis=-1)
+    so_far = jnp.maximum(jax.lax.cummax(best, axis=best.ndim - 1), top[..., None])
+    skips = best - so_far < below[..., None]
+    return jnp.where(skips[..., None], NOTHING, pages).reshape(scores.shape)
 
 
 def _visible_blocks(positions: Array, window: int | None, block: int) -> tuple[Array, Array]:

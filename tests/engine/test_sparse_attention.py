@@ -14,7 +14,18 @@ from meshes import DENSE, MODELS, folder_of
 
 from jaxserve import LLM, EngineDeadError, SamplingParams, cli
 from jaxserve.config import EngineConfig
-from jaxserve.layers.sparse import POLICIES as POLICY_KINDS, LServe, Quest, SparseAttention, StreamingLLM
+from jaxserve.layers.sparse import (
+    POLICIES as POLICY_KINDS,
+    Blasst,
+    CompactAttention,
+    DoubleSparsity,
+    FlashPrefill,
+    Kascade,
+    LServe,
+    Quest,
+    SparseAttention,
+    StreamingLLM,
+)
 from jaxserve.scheduler import layered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sparse_attention.md").read_text(encoding="utf-8")
@@ -41,8 +52,31 @@ SAME = SparseAttention(decode=QUEST, prefill=QUEST)
 SELDOM = SparseAttention(decode=dataclasses.replace(QUEST, reselect=5))
 HALVES = LServe(budget=24, sinks=8, local=8, streaming_heads=((0, 2), (1, 0), (1, 1)))
 LSERVE = SparseAttention(decode=HALVES)
-POLICIES = {"lserve": LSERVE, "answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM}
-FAST = ("both", "seldom")
+FLASH = SparseAttention(prefill=FlashPrefill(alpha=0.9, sinks=8, window=8))
+COMPACT = SparseAttention(
+    decode=FlashPrefill(alpha=1, sinks=0, window=0), prefill=CompactAttention(alpha=1, sinks=0, window=0)
+)
+FOLLOWS = Kascade(least=24, anchors=(0,), heads=((0, 1, 2), (1, 2, 0)))
+FOLLOWING = SparseAttention(decode=FOLLOWS, prefill=FOLLOWS)
+SKIP = SparseAttention(
+    decode=Blasst(threshold_scale_factor=90.0), prefill=Blasst(threshold_scale_factor=70.0, layers=(1, None))
+)
+LABELS = SparseAttention(
+    decode=DoubleSparsity(budget=24, channels=tuple(tuple((h, 7 - h) for h in range(3)) for _ in range(2)))
+)
+POLICIES = {
+    "compact": COMPACT,
+    "labels": LABELS,
+    "following": FOLLOWING,
+    "skip": SKIP,
+    "flash": FLASH,
+    "lserve": LSERVE,
+    "answers": ANSWERS,
+    "both": BOTH,
+    "same": SAME,
+    "seldom": SELDOM,
+}
+FAST = ("both", "compact", "flash", "seldom")
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(3, 300, n).tolist() for n in (100, 71, 80)]
 PROMPTS.append(PROMPTS[0][:50] + PROMPTS[1][:20])  # shares a prefix
@@ -132,7 +166,7 @@ def test_tokens_do_not_depend_on_the_prefix_cache(start, alone, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "following"])
 def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch):
     monkeypatch.setattr(layered, "TOKENS_OF_A_GROUP", 4)
     llm = start(POLICIES[name], prefill="layered")
@@ -150,6 +184,10 @@ def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch)
         dataclasses.replace(QUEST, budget=160),
         StreamingLLM(window=160),
         dataclasses.replace(HALVES, budget=160, local=160),
+        FlashPrefill(alpha=0),
+        Blasst(threshold_scale_factor=0),
+        dataclasses.replace(FOLLOWS, percent=100),
+        dataclasses.replace(FOLLOWS, percent=100, anchors=(0, 1)),
     ],
     ids=str,
 )
@@ -159,7 +197,23 @@ def test_a_policy_that_selects_all_pages_is_dense(start, alone, policy):
         assert run(start(sparse)) == alone(None)
 
 
-MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1)]
+@pytest.mark.full
+def test_united_rows_that_select_all_pages_are_dense(start, alone):
+    assert run(start(SparseAttention(prefill=CompactAttention(alpha=0)))) == alone(None)
+
+
+MESHES = [
+    (ANSWERS, 2, 1),
+    (BOTH, 2, 3),
+    (SAME, 4, 1),
+    (SELDOM, 4, 2),
+    (LSERVE, 2, 1),
+    (FLASH, 2, 3),
+    (COMPACT, 4, 1),
+    (LABELS, 4, 1),
+    (SKIP, 1, 3),
+    (FOLLOWING, 4, 1),
+]
 
 
 @pytest.mark.parametrize(("sparse", "kv", "tp"), [pytest.param(*c, marks=pytest.mark.full) for c in MESHES])
@@ -218,7 +272,7 @@ def test_shared_pages_keep_their_metadata_and_others_forget_them(alone, crowded)
 
 
 BAD = [
-    ("magic", r"must name a policy among \['lserve', 'quest', 'streaming_llm'\], or be one or None, got 'magic'"),
+    ("magic", r"must name a policy among \['.*'lserve', 'quest',.*'streaming_llm'\], or be one or None, got 'magic'"),
     (7, "must name a policy among .*, got 7"),
     ({}, "must have the key policy, or keys among"),
     ({"decode": "quest", "both": "quest"}, r"keys among .*, got \['both', 'decode'\]"),
@@ -234,6 +288,33 @@ BAD = [
     ({"prefill": {"policy": "quest", "reselect": 2}}, "each token of a prompt selects: its reselect must be 1, got 2"),
     ({"policy": "streaming_llm", "window": 0}, "window of StreamingLLM must be at least 1, got 0"),
     ({"policy": "quest", "budget": 23, "layers": [0, 2]}, "at least 3 pages of 8 tokens, got room for 2; give it 24"),
+    ({"policy": "flash_prefill", "alpha": 1.5}, r"alpha of FlashPrefill must be a number in \[0, 1\], got 1.5"),
+    (
+        {"policy": "blasst", "threshold_scale_factor": -1},
+        "threshold_scale_factor of Blasst must be a number of at least 0, got -1",
+    ),
+    ({"policy": "blasst", "reselect": 2}, "Blasst selects nothing, so reselect must be 1, got 2"),
+    ("kascade", r"anchors of Kascade must be layers in ascending order from 0 on, .*, got \(\)"),
+    ({"policy": "kascade", "anchors": [0, 2, 1], "heads": [[0]]}, r"in ascending order .*, got \(0, 2, 1\)"),
+    ({"policy": "kascade", "percent": 101}, "percent of Kascade must be at most 100, got 101"),
+    ({"policy": "kascade", "layers": [1, None]}, r"layers must be \(0, None\) and reselect 1, got \(1, None\) and 1"),
+    (
+        {"policy": "kascade", "anchors": [0], "heads": [[0, 1, 3], [0, 1, 2]]},
+        "must be one among 3 for each of 2 layers and 3 KV heads",
+    ),
+    (
+        {"policy": "kascade", "anchors": [0, 2], "heads": [[0, 1, 2], [0, 1, 2]]},
+        "anchors of Kascade must be among 2 layers, got 2",
+    ),
+    ("double_sparsity", r"channels of DoubleSparsity must be at least 1 .* jaxserve calibrate writes, got \(\)"),
+    ({"policy": "double_sparsity", "channels": [[[1], [2, 3]]]}, "and for all as many"),
+    ({"policy": "double_sparsity", "channels": [[[-1]]]}, "channels of DoubleSparsity must be at least 1"),
+    (
+        {"policy": "double_sparsity", "channels": [[[1], [2], [3]]] * 3},
+        "must be of this model's 2 layers and 3 KV heads, got 3 and 3",
+    ),
+    ({"policy": "double_sparsity", "channels": [[[1], [2], [8]]] * 2}, "channels must be among the head's 8, got 8"),
+    ("compact_attention", "CompactAttention is for prompts alone; give it as prefill, got it as decode"),
     ({"policy": "lserve", "parts": 0}, "parts of LServe must be at least 1, got 0"),
     ({"policy": "lserve", "parts": 3}, "parts of LServe must divide a page of 8 tokens, got 3"),
     ({"policy": "lserve", "streaming_heads": [[1, 2, 3]]}, "streaming_heads of LServe must be pairs of layer and KV"),
@@ -266,6 +347,23 @@ def test_more_ranks_of_tp_than_kv_heads_are_refused_where_heads_are_scored(start
         start(QUEST, tensor_parallel_size=6)
 
 
+def test_steps_must_hold_a_page_of_a_prompt_beside_all_answers_where_rows_are_united(start):
+    with pytest.raises(
+        ValueError, match="cut after multiples of 8 tokens, so max_num_batched_tokens must be at least 12"
+    ):
+        start(COMPACT, max_num_batched_tokens=11)
+
+
+def test_layered_prefill_is_refused_where_layers_follow_others(start):
+    with pytest.raises(ValueError, match=r"from layer to layer .* prefill must be 'chunked', got 'layered'"):
+        start(FOLLOWING, prefill="layered")
+
+
+def test_kv_parallelism_is_refused_where_pages_are_compared_with_all_before(start):
+    with pytest.raises(ValueError, match="so kv_parallel_size must be 1, got 2; raise tensor_parallel_size instead"):
+        start(SKIP, kv_parallel_size=2, num_pages=28)
+
+
 def test_a_model_of_sliding_windows_alone_is_refused(tmp_path):
     model = folder_of(MODELS["sliding"], tmp_path / "model")
     with pytest.raises(ValueError, match=r"layers \(0, None\) of Quest all have a sliding window"):
@@ -280,7 +378,7 @@ def test_metadata_count_towards_the_memory_of_the_cache(start):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", re.findall(r"^jaxserve generate .*", PAGE, flags=re.MULTILINE))
+@pytest.mark.parametrize("line", re.findall(r"^jaxserve generate [^$\n]*$", PAGE, flags=re.MULTILINE))
 def test_the_commands_of_the_documentation_reach_the_engine(line, monkeypatch, capsys):
     def stop(options):
         assert EngineConfig.of(**options).runtime.sparse is not None

@@ -37,6 +37,26 @@ def test_long_prompt_is_cut_by_its_threshold():
     sim.drain()
 
 
+def test_prompts_are_cut_after_multiples():
+    sim = make(prompt_multiple=4, max_num_batched_tokens=10, max_num_seqs=4, overlap=False)
+    a, b, c = request([2] * 7), request([3] * 13), request([4] * 3)
+    sim.add_all(a, b, c)
+    assert prefill(sim.dispatch()) == {a: 7}  # the 3 tokens that are left are not enough for a part of b
+    sim.commit()
+    assert prefill(sim.dispatch()) == {b: 8}
+    sim.commit()
+    assert prefill(sim.dispatch()) == {b: 5, c: 3}
+    sim.drain()
+
+
+def test_a_cap_below_the_multiple_still_lets_a_prompt_go_on():
+    sim = make(prompt_multiple=4, long_prefill_token_threshold=3)
+    a = request([2] * 9)
+    sim.add_all(a)
+    assert [prefill(sim.dispatch()) for _ in range(3)] == [{a: 4}, {a: 4}, {a: 1}]
+    sim.drain()
+
+
 def test_prioritized_prompts_fill_steps_and_decodes_join_those_with_room():
     sim = make(prioritize_prefill=True, max_num_batched_tokens=10)
     a, b = request([2] * 6), request([3] * 13)
@@ -242,6 +262,7 @@ def test_importing_the_scheduler_imports_neither_jax_nor_numpy():
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be >= 0, got -1"),
         ({"max_num_queued_reqs": 0}, "max_num_queued_reqs must be None or at least 1, got 0"),
         ({"max_num_batched_tokens": 16}, "max_num_batched_tokens 16 < max_num_seqs 32"),
+        ({"prompt_multiple": 481}, "cut after multiples of 481 tokens, so max_num_batched_tokens must be at least 513"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens 512 < max_model_len 2048"),
         (
             {"enable_chunked_prefill": False, "max_model_len": 512, "long_prefill_token_threshold": 9},

@@ -41,9 +41,7 @@ def written(page_meta: PageMeta | None, kv_lens: tuple[int, ...], seed: int, sta
     table = 1 + rng.permutation(NUM_PAGES - 1).reshape(NUM_SEQS, MAX_PAGES)
     keys, values = rng.integers(-4, 5, (2, NUM_SEQS, MAX_PAGES * PAGE_SIZE, K, H)).astype(np.float32)
     pages = jnp.full((LAYERS, NUM_PAGES, PAGE_SIZE, K, H), stale)
-    meta = (
-        None if page_meta is None else jnp.full((LAYERS, NUM_PAGES, K, page_meta.num_parts * page_meta.width(H)), stale)
-    )
+    meta = None if page_meta is None else jnp.full((LAYERS, NUM_PAGES, K, page_meta.size(H, PAGE_SIZE)), stale)
     kv = KVCache(k=pages, v=pages, meta=meta)
     places = [(s, p) for s, n in enumerate(kv_lens) for p in range(n)]
     while places:
