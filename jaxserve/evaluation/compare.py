@@ -75,12 +75,12 @@ def compare(
     """One row for dense attention, then one a policy.
 
     Tasks: the share of answers that greedy decoding gives exactly; their questions go through the policies too. A task
-    of which dense attention solves less than 95 % is left out. Text: perplexity of its end, and the mean divergence from
-    dense attention. Recall and density are the means over all that the row has, as `Watched` has them. Speed: seconds
-    of a decode step of one sequence.
+    of which dense attention solves less than 95 % is left out. Text: perplexity of its end, and the mean divergence
+    from dense attention. Recall and density are the means over all that the row has, as `Watched` has them. Speed:
+    seconds of a decode step of one sequence.
 
     Args:
-        model: as `weights.load` takes it, or "retrieval" for the one that `retrieval` writes, which has tasks of its own.
+        model: as `weights.load` takes it, or "retrieval" for that of `retrieval`, which has tasks of its own.
         text: may be None.
         num_tokens: of each text with its answer.
         num_samples: texts of each task; 0 leaves tasks out.

@@ -8,9 +8,9 @@ last; filler has nothing else.
   rotates, so that a score depends on the distance alone; the query is turned so that the token before wins. What it
   reads there, the first part, goes to the third part: now a token knows whether a key came before it, and which.
 - Layer 1 does nothing, so that policies that leave the first two layers dense hold in the lookup.
-- Layer 2, the only one that sees all positions, is the lookup: its query is the first part, its key the third, its value
-  the second; it adds the value that it finds to the second part, eight times as strong as a key's own code. Pairs of
-  channels 32 to 63 hold the codes; at a rope_theta of 1e30 they turn by 1e-15 a position or less, which is nothing.
+- Layer 2, the only one that sees all positions, is the lookup: its query is the first part, its key the third, its
+  value the second; it adds the value that it finds to the second part, eight times as strong as a key's own code.
+  Pairs of channels 32 to 63 hold the codes; at a rope_theta of 1e30 they turn by 1e-15 a position or less: nothing.
 
 All else is zero. The logits are products with the embeddings (tied): after a key that had a value the value wins. It is
 a Mistral, which is a Llama with windows: nothing in the engine knows of it.
@@ -128,7 +128,7 @@ def _after_norm(num_parts: int) -> float:
 
 
 def _previous_token() -> dict[str, np.ndarray]:
-    """Scores `c cos(distance - 1 / 2 - pi / 2)`: as much above nothing one token back as below it at the token itself."""
+    """Scores `c cos(distance - 1 / 2 - pi / 2)`: as far above 0 one token back as below it at the token itself."""
     q, k, v, o = _empty()
     k[0, ONES] = 1 / PART
     angle = (1 + math.pi) / 2

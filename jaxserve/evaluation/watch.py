@@ -91,7 +91,9 @@ class Reader:
     ) -> None:
         most = loaded.model.config.max_position_embeddings
         if max_tokens > most:
-            raise ValueError(f"a text may have the {most} tokens of the model's context, got {max_tokens}; ask for fewer")
+            raise ValueError(
+                f"a text may have the {most} tokens of the model's context, got {max_tokens}; ask for fewer"
+            )
         self.loaded, self.page_size, self.max_tokens = loaded, page_size, max_tokens
         self.num_pages = -(-max_tokens // page_size)
         self._on_pass = on_pass
