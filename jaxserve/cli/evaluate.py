@@ -79,9 +79,9 @@ def evaluate(
 def columns(rows: Sequence[dict[str, Any]], title: str) -> None:
     """Prints a table with a line for each row."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    grid = Table(*rows[0], title=title, title_justify="left")
+    grid = Table(Column("policy", no_wrap=True), *list(rows[0])[1:], title=title, title_justify="left")
     for row in rows:
         grid.add_row(*(readable(value) for value in row.values()))
     Console().print(grid)

@@ -13,7 +13,7 @@ from jaxserve import weights
 from jaxserve.evaluation import retrieval
 from jaxserve.evaluation.speed import seconds_per_token
 from jaxserve.evaluation.tasks import TASKS, Sample, Task
-from jaxserve.evaluation.watch import NO_SHARES, Prompt, Reader, Watched, mean_shares, shares_no_prompt
+from jaxserve.evaluation.watch import NO_SHARES, Prompt, Reader, Watched, mean_shares, needs_own_prompt
 from jaxserve.layers.sparse import SparseAttention
 from jaxserve.tokenizer import Tokenizer
 
@@ -115,7 +115,7 @@ def compare(
     def each_policy(text: Text) -> Iterator[tuple[SparseAttention | None, _Row, Prompt]]:
         shared = reader.read(text.token_ids)
         for sparse, row in found.items():
-            prompt = reader.read(text.token_ids, sparse) if shares_no_prompt(sparse) else shared
+            prompt = reader.read(text.token_ids, sparse) if needs_own_prompt(sparse) else shared
             if speed and row.seconds is None:
                 row.seconds = seconds_per_token(reader, prompt, sparse)
             yield sparse, row, prompt
@@ -179,7 +179,7 @@ class _Progress:
 
 def _passes(reader: Reader, policies: Sequence[SparseAttention | None], text: Text) -> int:
     """Of the model, for a text under all policies."""
-    reads = 1 + sum(map(shares_no_prompt, policies))
+    reads = 1 + sum(map(needs_own_prompt, policies))
     answers = sum(reader.passes(len(answer.token_ids)) for answer in text.answers)
     return reads * reader.passes(len(text.token_ids) - 1) + len(policies) * answers
 
@@ -188,14 +188,16 @@ def _described(sparse: SparseAttention | None) -> str:
     """The policies' names, and what differs from their defaults."""
     if sparse is None:
         return "dense"
-    said = []
+    said = {}
     for phase in ("decode", "prefill"):
         policy = getattr(sparse, phase)
         if policy is not None:
             own = [field.name for field in dataclasses.fields(policy) if getattr(policy, field.name) != field.default]
             options = ", ".join(f"{name}={getattr(policy, name)}" for name in own)
-            said.append(f"{phase} {policy.name}({options})")
-    return ", ".join(said)
+            said[phase] = f"{policy.name}({options})"
+    if list(said) == ["decode"]:
+        return said["decode"]
+    return ", ".join(f"{phase} {policy}" for phase, policy in said.items())
 
 
 def fitted(tokenizer: Tokenizer, name: str, task: Task, num_tokens: int, seed: int) -> Text:
@@ -212,8 +214,8 @@ def fitted(tokenizer: Tokenizer, name: str, task: Task, num_tokens: int, seed: i
             return text
         if length <= 1:
             raise ValueError(
-                f"num_tokens must be at least {taken} for the task {name!r}, got {num_tokens}; ask for more, or name "
-                f"tasks without it"
+                f"num_tokens must be at least {taken} for the task {name!r}, got {num_tokens}; raise --num-tokens, or "
+                f"name others with --task"
             )
         length = max(1, length * num_tokens // taken if length == trial else length * 97 // 100)
         trial = 0 if length == trial else trial
@@ -233,6 +235,8 @@ def _encoded(tokenizer: Tokenizer, sample: Sample) -> Text:
 def _end_of(tokenizer: Tokenizer, text: str, num_tokens: int) -> Text:
     token_ids = tokenizer.encode(text)[:num_tokens]
     if len(token_ids) < num_tokens:
-        raise ValueError(f"text must have at least {num_tokens} tokens, got {len(token_ids)}; lower --num-tokens")
+        raise ValueError(
+            f"text must have at least {num_tokens} tokens, got {len(token_ids)}; lengthen it, or lower --num-tokens"
+        )
     num_told = min(MOST_TOLD, num_tokens // 4)
     return Text(token_ids[:-num_told], [Answer(token_ids[-num_told:], num_told)])

@@ -92,7 +92,7 @@ class Reader:
         most = loaded.model.config.max_position_embeddings
         if max_tokens > most:
             raise ValueError(
-                f"a text may have the {most} tokens of the model's context, got {max_tokens}; ask for fewer"
+                f"num_tokens must be at most {most}, the model's context, got {max_tokens}; lower --num-tokens"
             )
         self.loaded, self.page_size, self.max_tokens = loaded, page_size, max_tokens
         self.num_pages = -(-max_tokens // page_size)
@@ -120,7 +120,7 @@ class Reader:
         self.check(sparse)
         config, dtype = self.loaded.model.config, self.loaded.params["final_norm"].dtype
         kv = init_kv_cache(config, num_pages=self.num_pages + 1, page_size=self.page_size, dtype=dtype)
-        prompt = Prompt(list(token_ids), sparse if shares_no_prompt(sparse) else None, kv, NO_SHARES)
+        prompt = Prompt(list(token_ids), sparse if needs_own_prompt(sparse) else None, kv, NO_SHARES)
         if prompt.sparse is not None:
             prompt = prompt._replace(kv=self._with_state(prompt, prompt.sparse, 0))
         end = len(token_ids) - 1
@@ -151,7 +151,7 @@ class Reader:
     def state(self, prompt: Prompt, sparse: SparseAttention | None) -> dict[str, KVCache]:
         """A copy of the prompt's cache, with what the policies keep beside it."""
         self.check(sparse)
-        if (sparse if shares_no_prompt(sparse) else None) != prompt.sparse:
+        if (sparse if needs_own_prompt(sparse) else None) != prompt.sparse:
             raise ValueError(f"the prompt was read under {prompt.sparse}, and cannot be asked under {sparse}")
         if sparse is None or prompt.sparse is not None:
             return jax.tree.map(jnp.copy, prompt.kv)
@@ -217,7 +217,7 @@ class Reader:
         )
 
 
-def shares_no_prompt(sparse: SparseAttention | None) -> bool:
+def needs_own_prompt(sparse: SparseAttention | None) -> bool:
     """Whether prompts are read otherwise than by dense attention."""
     return sparse is not None and sparse.prefill is not None
 
