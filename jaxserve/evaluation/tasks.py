@@ -1,4 +1,8 @@
-"""Texts with something to be found again, made from a seed, after RULER (arXiv 2404.06654)."""
+"""Texts with something to be found again, made from a seed, after RULER (arXiv 2404.06654).
+
+RULER lets a model write and looks for the parts of the answer in what it wrote. Here an answer is right where greedy
+decoding gives exactly this text, so that one pass over it tells: what is to be listed has an order that is asked for.
+"""
 
 import itertools
 import random

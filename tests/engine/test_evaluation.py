@@ -97,7 +97,7 @@ def test_says_takes_the_whole_answer():
 def evaluate(tiny_model, tmp_path, capsys):
     """Runs the command on a small text; returns its exit code, what it printed, and its complaint."""
     text = tmp_path / "text"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 30, encoding="utf-8")
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
     command = ["eval", "--model", tiny_model, "--text", str(text), "--num-tokens", "128", "--page-size", "8"]
 
     def run(*more: str):
@@ -145,7 +145,7 @@ def test_a_task_that_dense_attention_does_not_solve_is_left_out(evaluate):
         (["--sparse-attention", "magic"], "sparse_attention must name a policy among"),
         (["--num-tokens", "4096"], "num_tokens must be at most 512, the model's context, got 4096; lower"),
         (["--num-tokens", "500", "--num-samples", "0"], r"text must have at least 500 tokens, got \d+; lengthen it"),
-        (["--num-tokens", "64"], r"num_tokens must be at least \d+ for the task 'variable tracking', got 64; raise"),
+        (["--num-tokens", "64"], r"num_tokens must be at least \d+ for the task 'needle', got 64; raise"),
         (["--task", "sums"], "tasks must be among .*'needle', .* got .'sums'"),
         (["--sparse-attention", '{"policy": "quest", "layers": [5, null]}'], "must lie within the model's 3"),
         (["--plot", "figure.magic"], "--plot must end in one of"),

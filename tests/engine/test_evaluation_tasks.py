@@ -75,7 +75,7 @@ def test_the_engine_serves_the_retrieval_model(folder):
     prompts = [text + question.text for question in questions]
     answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
     llm.close()
-    assert [" " + answer.outputs[0].text for answer in answers] == [question.answer for question in questions]
+    assert [output.outputs[0].text.split() for output in answers] == [[answer.strip()] for _, answer in questions]
 
 
 def test_the_retrieval_model_finds_all_at_4k_and_less_with_too_small_a_budget():
