@@ -112,25 +112,26 @@ def compare(
     texts = [*([] if told is None else [told]), *(each for some in samples.values() for each in some)]
     progress.total = sum(_passes(reader, list(found), each) for each in texts)
 
-    def each_policy(text: Text) -> Iterator[tuple[SparseAttention | None, _Row, Prompt]]:
+    def each_policy(text: Text) -> Iterator[tuple[_Row, Prompt]]:
         shared = reader.read(text.token_ids)
         for sparse, row in found.items():
-            prompt = reader.read(text.token_ids, sparse) if needs_own_prompt(sparse) else shared
+            own = needs_own_prompt(sparse)
+            prompt = reader.read(text.token_ids, sparse) if own else reader.under(shared, sparse)
             if speed and row.seconds is None:
-                row.seconds = seconds_per_token(reader, prompt, sparse)
-            yield sparse, row, prompt
+                row.seconds = seconds_per_token(reader, prompt)
+            yield row, prompt
 
     if told is not None:
         (answer,) = told.answers
-        for sparse, row, prompt in each_policy(told):
-            row.told = reader.ask(prompt, answer.token_ids, sparse)
+        for row, prompt in each_policy(told):
+            row.told = reader.ask(prompt, answer.token_ids)
             row.add("text", row.told)
     for name, some in samples.items():
         allowed = (1 - ENOUGH) * sum(len(each.answers) for each in some)
         for i, sample in enumerate(some):
-            for sparse, row, prompt in each_policy(sample):
+            for row, prompt in each_policy(sample):
                 for answer in sample.answers:
-                    says = reader.ask(prompt, answer.token_ids, sparse)
+                    says = reader.ask(prompt, answer.token_ids)
                     row.add(name, says)
                     row.right.setdefault(name, []).append(says.says(answer.token_ids[-answer.num_asked :]))
             if found[None].right[name].count(False) > allowed:

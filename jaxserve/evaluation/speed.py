@@ -13,27 +13,26 @@ from jax import Array
 from jaxserve.evaluation.watch import Prompt, Reader
 from jaxserve.layers.decoder import forward
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch
-from jaxserve.layers.sparse import SparseAttention
 from jaxserve.models import Model
 
 STEPS = 8
 ROUNDS = 2
 
 
-def seconds_per_token(reader: Reader, prompt: Prompt, sparse: SparseAttention | None) -> float:
+def seconds_per_token(reader: Reader, prompt: Prompt) -> float:
     """Mean of STEPS greedy decode steps of one sequence, as the engine runs them, in the fastest of ROUNDS rounds.
 
     They begin so many tokens before the prompt's end. It is measured, so it says something of this machine and its load
     only.
 
     Raises:
-        ValueError: policies that do not fit, or a prompt without so many tokens.
+        ValueError: a prompt without so many tokens.
     """
     first = len(prompt.token_ids) - 1 - STEPS
     if first < 1:
         raise ValueError(f"the time of decoding needs a prompt of at least {STEPS + 2} tokens, got {first + 1 + STEPS}")
-    model = dataclasses.replace(reader.loaded.model, sparse=sparse)
-    kv, params = reader.state(prompt, sparse), reader.loaded.params
+    model = dataclasses.replace(reader.loaded.model, sparse=prompt.sparse)
+    kv, params = jax.tree.map(jnp.copy, prompt.kv), reader.loaded.params
     page_table = 1 + jnp.arange(reader.num_pages)[None]
     times = []
     for _ in range(1 + ROUNDS):

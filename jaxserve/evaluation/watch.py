@@ -9,7 +9,7 @@ again. So one pass over a known answer tells what decoding it token by token wou
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,9 @@ class Prompt(NamedTuple):
     """A prompt that was read, all but its last token, which goes with the question."""
 
     token_ids: list[int]
-    sparse: SparseAttention | None  # what it was read under
+    sparse: SparseAttention | None  # what it is asked under
     kv: dict[str, KVCache]
-    shares: np.ndarray  # as in `Watched`, of its own tokens
+    shares: np.ndarray  # as in `Watched`, of its own tokens, where a policy is for prompts
 
 
 class Watched(NamedTuple):
@@ -110,7 +110,7 @@ class Reader:
         return -(-num_tokens // CHUNK)
 
     def read(self, token_ids: Sequence[int], sparse: SparseAttention | None = None) -> Prompt:
-        """The prompt as it is read under `sparse`, of which only the policy for prompts counts.
+        """The prompt, to be asked under these policies.
 
         Raises:
             ValueError: policies that do not fit, an empty prompt, or one that leaves no room for an answer.
@@ -120,50 +120,53 @@ class Reader:
         self.check(sparse)
         config, dtype = self.loaded.model.config, self.loaded.params["final_norm"].dtype
         kv = init_kv_cache(config, num_pages=self.num_pages + 1, page_size=self.page_size, dtype=dtype)
-        prompt = Prompt(list(token_ids), sparse if needs_own_prompt(sparse) else None, kv, NO_SHARES)
-        if prompt.sparse is not None:
-            prompt = prompt._replace(kv=self._with_state(prompt, prompt.sparse, 0))
+        prompt = Prompt(list(token_ids), None, kv, NO_SHARES)
+        if needs_own_prompt(sparse):
+            prompt = self._with_state(prompt, sparse, 0)
         end = len(token_ids) - 1
         for start in range(0, end, CHUNK):
             part = prompt.token_ids[start : min(end, start + CHUNK)]
             _, kv, shares = self._pass(prompt.kv, prompt.sparse, part, start, len(token_ids), is_prompt=True)
             prompt = prompt._replace(kv=kv, shares=prompt.shares + shares)
-        return prompt
+        return prompt if needs_own_prompt(sparse) else self.under(prompt, sparse)
 
-    def ask(self, prompt: Prompt, answer: Sequence[int], sparse: SparseAttention | None) -> Watched:
-        """What the model says of an answer to the prompt, under the policies; the prompt stays as it is.
+    def under(self, prompt: Prompt, sparse: SparseAttention | None) -> Prompt:
+        """A prompt that dense attention has read, to be asked under policies that leave prompts dense.
 
         Raises:
-            ValueError: policies that do not fit, a prompt read under others, or an empty or too long answer.
+            ValueError: policies that do not fit, or a prompt that was read otherwise.
+        """
+        self.check(sparse)
+        if prompt.sparse is not None or needs_own_prompt(sparse):
+            raise ValueError(f"the prompt was read under {prompt.sparse}, and cannot be asked under {sparse}")
+        return prompt if sparse is None else self._with_state(prompt, sparse, len(prompt.token_ids) - 1)
+
+    def ask(self, prompt: Prompt, answer: Sequence[int]) -> Watched:
+        """What the model says of an answer to the prompt, which stays as it is.
+
+        Raises:
+            ValueError: an empty or too long answer.
         """
         num_prompt = len(prompt.token_ids)
         if not 0 < len(answer) <= self.max_tokens - num_prompt:
             raise ValueError(f"an answer may have 1 to {self.max_tokens - num_prompt} tokens, got {len(answer)}")
-        kv, shares, found = self.state(prompt, sparse), prompt.shares, []
+        kv, shares, found = jax.tree.map(jnp.copy, prompt.kv), prompt.shares, []
         token_ids = [prompt.token_ids[-1], *answer[:-1]]  # nobody asks what follows the last one
         for start in range(0, len(token_ids), CHUNK):
             part = token_ids[start : start + CHUNK]
-            x, kv, more = self._pass(kv, sparse, part, num_prompt - 1 + start, num_prompt, is_prompt=False)
+            x, kv, more = self._pass(kv, prompt.sparse, part, num_prompt - 1 + start, num_prompt, is_prompt=False)
             found.append(_logprobs(self.loaded.model, self.loaded.params, x)[: len(part)])
             shares = shares + more
         return Watched(np.concatenate(found), shares)
 
-    def state(self, prompt: Prompt, sparse: SparseAttention | None) -> dict[str, KVCache]:
-        """A copy of the prompt's cache, with what the policies keep beside it."""
-        self.check(sparse)
-        if (sparse if needs_own_prompt(sparse) else None) != prompt.sparse:
-            raise ValueError(f"the prompt was read under {prompt.sparse}, and cannot be asked under {sparse}")
-        if sparse is None or prompt.sparse is not None:
-            return jax.tree.map(jnp.copy, prompt.kv)
-        return self._with_state(prompt, sparse, len(prompt.token_ids) - 1)
-
-    def _with_state(self, prompt: Prompt, sparse: SparseAttention, num_written: int) -> dict[str, KVCache]:
+    def _with_state(self, prompt: Prompt, sparse: SparseAttention, num_written: int) -> Prompt:
+        """A copy of the prompt, with what the policies keep of the tokens written."""
         positions = np.arange(self.num_pages * self.page_size)
         page_ids = np.where(positions < num_written, 1 + positions // self.page_size, 0)
-        copied = jax.tree.map(jnp.copy, prompt.kv)
+        kv = jax.tree.map(jnp.copy, prompt.kv)
         head_dim = self.loaded.model.config.head_dim
-        copied["full"] = _kept(copied["full"], sparse, head_dim, self.num_pages, page_ids, positions % self.page_size)
-        return copied
+        kv["full"] = _kept(kv["full"], sparse, head_dim, self.num_pages, page_ids, positions % self.page_size)
+        return prompt._replace(sparse=sparse, kv=kv)
 
     def _pass(
         self,
@@ -217,7 +220,7 @@ class Reader:
         )
 
 
-def needs_own_prompt(sparse: SparseAttention | None) -> bool:
+def needs_own_prompt(sparse: SparseAttention | None) -> TypeGuard[SparseAttention]:
     """Whether prompts are read otherwise than by dense attention."""
     return sparse is not None and sparse.prefill is not None
 

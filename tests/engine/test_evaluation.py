@@ -40,34 +40,40 @@ def test_a_pass_over_an_answer_says_what_decoding_says(tiny_model, reader, spars
     llm = LLM(tiny_model, sparse_attention=sparse, warm_up="off", **options)
     answer = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     llm.close()
-    found = reader.ask(reader.read(PROMPT, sparse), answer, sparse)
+    found = reader.ask(reader.read(PROMPT, sparse), answer)
     assert found.says(answer)
     shared = reader.read(PROMPT)
-    dense = reader.ask(shared, answer, None)
+    dense = reader.ask(shared, answer)
     assert not dense.says(answer)
     assert found.kl_from(dense) > 1e-3
     assert (dense.kl_from(dense), dense.recall, dense.density) == (0.0, 1.0, 1.0)
     assert found.density < found.recall < 1
-    same = reader.ask(shared, answer, None)  # a question leaves the prompt as it was
+    same = reader.ask(shared, answer)  # a question leaves the prompt as it was
     np.testing.assert_array_equal(same.logprobs, dense.logprobs)
 
 
 def test_policies_share_a_prompt_that_none_of_them_is_for(reader):
     shared = reader.read(PROMPT)
     for sparse in (POLICY, SparseAttention(decode=Quest(budget=24, layers=(0, None)))):
-        found, own = (reader.ask(prompt, PROMPT[:20], sparse) for prompt in (shared, reader.read(PROMPT, sparse)))
+        found, own = (reader.ask(p, PROMPT[:20]) for p in (reader.under(shared, sparse), reader.read(PROMPT, sparse)))
         np.testing.assert_array_equal(found.logprobs, own.logprobs)
         assert found.recall < 1
     with pytest.raises(ValueError, match="the prompt was read under None, and cannot be asked under SparseAttention"):
-        reader.ask(shared, PROMPT[:20], resolve(BOTH))
+        reader.under(shared, resolve(BOTH))
+    with pytest.raises(ValueError, match=r"the prompt was read under SparseAttention.* and cannot be asked under None"):
+        reader.under(reader.under(shared, POLICY), None)
 
 
 def test_recall_and_density_are_those_of_what_is_read(reader):
     """Of 80 positions, the last of which is decoded, a window of 24 has the last three pages of 8."""
+
+    def window(sinks: int, window: int) -> SparseAttention:
+        return SparseAttention(decode=StreamingLLM(sinks=sinks, window=window))
+
     prompt, answer = reader.read(PROMPT + PROMPT[:9]), PROMPT[9:11]
-    found = reader.ask(prompt, answer, SparseAttention(decode=StreamingLLM(sinks=0, window=24)))
+    found = reader.ask(reader.under(prompt, window(0, 24)), answer)
     assert found.density == pytest.approx(24 / 80)
-    whole = reader.ask(prompt, answer, SparseAttention(decode=StreamingLLM(window=80)))
+    whole = reader.ask(reader.under(prompt, window(4, 80)), answer)
     assert (whole.recall, whole.density) == pytest.approx((1.0, 1.0))
     assert whole.nll(answer) == pytest.approx(-np.mean(whole.logprobs[[0, 1], answer]))
 
@@ -79,7 +85,7 @@ def test_what_cannot_be_read_or_asked_is_refused(loaded, reader):
     prompt = reader.read(PROMPT)
     for answer in ([], PROMPT[:27]):
         with pytest.raises(ValueError, match=f"an answer may have 1 to 26 tokens, got {len(answer)}"):
-            reader.ask(prompt, answer, None)
+            reader.ask(prompt, answer)
     with pytest.raises(ValueError, match="num_tokens must be at most 512, the model's context, got 513"):
         Reader(loaded, max_tokens=513, page_size=8)
 
