@@ -1,1 +1,1 @@
-"""What sparse attention costs in quality: `watch` compares policies with dense attention, `needles` makes prompts."""
+"""What sparse attention costs in quality: `compare` makes a table of policies and dense attention."""

@@ -1,13 +1,15 @@
-"""One pass of a model over a text, its last part as an answer: what it says there, and what its attention reads.
+"""A model that reads a prompt once and is then asked under several policies: what it says, and what attention reads.
 
-An answer in a prefill region goes through the decode policy row by row, as it does when the engine computes it again.
-So one pass over a known text tells what decoding it token by token would.
+How this works. Prompts pass the layers in chunks, into a paged cache of their own. Unless a policy is for prompts too,
+all policies share what dense attention wrote there, and what they keep of the pages is worked out from it afterwards.
+An answer is a prefill region, whose rows go through the decode policy row by row, as when the engine computes an answer
+again. So one pass over a known answer tells what decoding it token by token would.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +21,41 @@ from jaxserve.layers.decoder import Attend
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, init_kv_cache
 from jaxserve.layers.sparse import LayerPolicies, Layout, SparseAttention
 from jaxserve.layers.sparse.attend import attend_rows, rows_by_policy, select_rows
+from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.layers.sparse.selection import tables_of
 from jaxserve.layers.sparse.state import begin_step, init_state
 from jaxserve.models import Model
 from jaxserve.pallas_kernels.paged_attention import paged_attention
 from jaxserve.weights import LoadedModel
 
+CHUNK = 1024  # most tokens of a pass
+NO_SHARES = np.zeros(3)
+
+
+class Prompt(NamedTuple):
+    """A prompt that was read, all but its last token, which goes with the question."""
+
+    token_ids: list[int]
+    sparse: SparseAttention | None  # what it is asked under
+    kv: dict[str, KVCache]
+    shares: np.ndarray  # as in `Watched`, of its own tokens, where a policy is for prompts
+
 
 class Watched(NamedTuple):
     """What a model says of an answer of T tokens."""
 
     logprobs: np.ndarray  # f32 [T, V], of each token of the answer, by those before it
-    recall: float  # share of dense attention's mass on what a token reads, mean of tokens with a policy, heads, layers
-    density: float  # share of the positions before it that a token reads, mean likewise
+    shares: np.ndarray  # [3]: sums of recall and of density, over the rows and layers with a policy, and their number
+
+    @property
+    def recall(self) -> float:
+        """The share of dense attention's mass on what a token reads: mean of tokens with a policy, heads, layers."""
+        return mean_shares(self.shares)[0]
+
+    @property
+    def density(self) -> float:
+        """The share of the positions before it that a token reads, mean likewise."""
+        return mean_shares(self.shares)[1]
 
     def nll(self, answer: Sequence[int]) -> float:
         """Mean negative log-likelihood of the answer's tokens, in nats."""
@@ -46,77 +70,201 @@ class Watched(NamedTuple):
         return self.logprobs[-len(answer) :].argmax(axis=-1).tolist() == list(answer)
 
 
-def watch(
-    loaded: LoadedModel,
-    sparse: SparseAttention | None,
-    token_ids: Sequence[int],
-    num_prompt: int,
-    *,
-    page_size: int = 16,
-) -> Watched:
-    """The tokens from `num_prompt` on are the answer; a model loaded as a tuple of layers, on one device.
+def mean_shares(shares: np.ndarray) -> tuple[float, float]:
+    """Recall and density; 1 where nothing had a policy."""
+    recall, density, count = shares
+    return (float(recall / count), float(density / count)) if count else (1.0, 1.0)
 
+
+class Reader:
+    """Reads prompts and answers of up to `max_tokens` together with one model, on one device.
+
+    Args:
+        loaded: with parameters as a tuple of layers.
+        on_pass: called after each pass of up to CHUNK tokens.
     Raises:
-        ValueError: policies that do not fit the model or the page size, or a text without a prompt or an answer.
+        ValueError: more tokens than the model has positions for.
     """
-    if not 0 < num_prompt < len(token_ids):
-        raise ValueError(f"num_prompt must be within the text of {len(token_ids)} tokens, got {num_prompt}")
-    model, params = loaded.model, loaded.params
-    if sparse is not None:
-        config = model.config
-        sparse.check(page_size, Layout(config.layer_kinds, config.num_kv_heads, 1, config.kv_head_copies))
-    batch, num_pages = as_batch(token_ids, num_prompt, page_size)
-    dtype = params["final_norm"].dtype
-    kv = init_kv_cache(model.config, num_pages=num_pages + 1, page_size=page_size, dtype=dtype)
-    if sparse is not None:
-        kv["full"] = init_state(sparse, kv["full"], model.config.head_dim, num_slots=1, max_pages=num_pages)
-        kv["full"] = begin_step(
-            sparse, kv["full"], model.config.head_dim, num_decode=0, num_prefill=len(token_ids), max_pages=num_pages
-        )
-    x, shares = model.embed(params, batch.token_ids), []
-    num_layers = len(model.layer_kinds)
-    for lo, hi, policies in sparse.segments(0, num_layers) if sparse else [(0, num_layers, None)]:
-        for i in range(lo, hi):
-            kind = model.layer_kinds[i]
-            index = np.int32(model.layer_kinds[:i].count(kind))
-            x, kv[kind], found = _layer(model, kind, policies, params["layers"][i], x, kv[kind], index, batch)
-            shares += found
-    logits = model.logits(params, model.final_norm(params, x[num_prompt - 1 : -1]))
-    recall, density = np.mean(np.asarray(shares), axis=0) if shares else (1.0, 1.0)
-    return Watched(np.asarray(jax.nn.log_softmax(logits)), float(recall), float(density))
+
+    def __init__(
+        self, loaded: LoadedModel, *, max_tokens: int, page_size: int, on_pass: Callable[[], None] = lambda: None
+    ) -> None:
+        most = loaded.model.config.max_position_embeddings
+        if max_tokens > most:
+            raise ValueError(
+                f"num_tokens must be at most {most}, the model's context, got {max_tokens}; lower --num-tokens"
+            )
+        self.loaded, self.page_size, self.max_tokens = loaded, page_size, max_tokens
+        self.num_pages = -(-max_tokens // page_size)
+        self._on_pass = on_pass
+
+    def check(self, sparse: SparseAttention | None) -> None:
+        """Raises ValueError where policies do not fit the model or the page size."""
+        config = self.loaded.model.config
+        if sparse is not None:
+            layout = Layout(config.layer_kinds, config.num_kv_heads, 1, config.kv_head_copies)
+            sparse.check(self.page_size, layout)
+
+    def passes(self, num_tokens: int) -> int:
+        """How many passes so many tokens take."""
+        return -(-num_tokens // CHUNK)
+
+    def read(self, token_ids: Sequence[int], sparse: SparseAttention | None = None) -> Prompt:
+        """The prompt, to be asked under these policies.
+
+        Raises:
+            ValueError: policies that do not fit, an empty prompt, or one that leaves no room for an answer.
+        """
+        if not 0 < len(token_ids) < self.max_tokens:
+            raise ValueError(f"a prompt must have 1 to {self.max_tokens - 1} tokens, got {len(token_ids)}")
+        self.check(sparse)
+        config, dtype = self.loaded.model.config, self.loaded.params["final_norm"].dtype
+        kv = init_kv_cache(config, num_pages=self.num_pages + 1, page_size=self.page_size, dtype=dtype)
+        prompt = Prompt(list(token_ids), None, kv, NO_SHARES)
+        if needs_own_prompt(sparse):
+            prompt = self._with_state(prompt, sparse, 0)
+        end = len(token_ids) - 1
+        for start in range(0, end, CHUNK):
+            part = prompt.token_ids[start : min(end, start + CHUNK)]
+            _, kv, shares = self._pass(prompt.kv, prompt.sparse, part, start, len(token_ids), is_prompt=True)
+            prompt = prompt._replace(kv=kv, shares=prompt.shares + shares)
+        return prompt if needs_own_prompt(sparse) else self.under(prompt, sparse)
+
+    def under(self, prompt: Prompt, sparse: SparseAttention | None) -> Prompt:
+        """A prompt that dense attention has read, to be asked under policies that leave prompts dense.
+
+        Raises:
+            ValueError: policies that do not fit, or a prompt that was read otherwise.
+        """
+        self.check(sparse)
+        if prompt.sparse is not None or needs_own_prompt(sparse):
+            raise ValueError(f"the prompt was read under {prompt.sparse}, and cannot be asked under {sparse}")
+        return prompt if sparse is None else self._with_state(prompt, sparse, len(prompt.token_ids) - 1)
+
+    def ask(self, prompt: Prompt, answer: Sequence[int]) -> Watched:
+        """What the model says of an answer to the prompt, which stays as it is.
+
+        Raises:
+            ValueError: an empty or too long answer.
+        """
+        num_prompt = len(prompt.token_ids)
+        if not 0 < len(answer) <= self.max_tokens - num_prompt:
+            raise ValueError(f"an answer may have 1 to {self.max_tokens - num_prompt} tokens, got {len(answer)}")
+        kv, shares, found = jax.tree.map(jnp.copy, prompt.kv), prompt.shares, []
+        token_ids = [prompt.token_ids[-1], *answer[:-1]]  # nobody asks what follows the last one
+        for start in range(0, len(token_ids), CHUNK):
+            part = token_ids[start : start + CHUNK]
+            x, kv, more = self._pass(kv, prompt.sparse, part, num_prompt - 1 + start, num_prompt, is_prompt=False)
+            found.append(_logprobs(self.loaded.model, self.loaded.params, x)[: len(part)])
+            shares = shares + more
+        return Watched(np.concatenate(found), shares)
+
+    def _with_state(self, prompt: Prompt, sparse: SparseAttention, num_written: int) -> Prompt:
+        """A copy of the prompt, with what the policies keep of the tokens written."""
+        positions = np.arange(self.num_pages * self.page_size)
+        page_ids = np.where(positions < num_written, 1 + positions // self.page_size, 0)
+        kv = jax.tree.map(jnp.copy, prompt.kv)
+        head_dim = self.loaded.model.config.head_dim
+        kv["full"] = _kept(kv["full"], sparse, head_dim, self.num_pages, page_ids, positions % self.page_size)
+        return prompt._replace(sparse=sparse, kv=kv)
+
+    def _pass(
+        self,
+        kv: dict[str, KVCache],
+        sparse: SparseAttention | None,
+        token_ids: Sequence[int],
+        start: int,
+        num_prompt: int,
+        *,
+        is_prompt: bool,
+    ) -> tuple[Array, dict[str, KVCache], np.ndarray]:
+        """Hidden states of tokens at positions from `start` on (and padding), the cache, which is donated, and shares.
+
+        What the last layer makes of a prompt is not needed, unless its policy is watched.
+        """
+        model, params = self.loaded.model, self.loaded.params
+        size = min(CHUNK, max(16, 1 << (len(token_ids) - 1).bit_length()))  # few sizes, so that few programs serve all
+        places = {"size": size, "page_size": self.page_size, "num_pages": self.num_pages}
+        batch = as_batch(token_ids, start=start, num_prompt=num_prompt, **places)
+        x, found, kv = model.embed(params, batch.token_ids), [], dict(kv)
+        counts = {"num_decode": 0, "num_prefill": size, "max_pages": self.num_pages}
+        kv["full"] = begin_step(sparse, kv["full"], model.config.head_dim, **counts)
+        last = len(model.layer_kinds)
+        for lo, hi, policies in sparse.segments(0, last) if sparse else [(0, last, None)]:
+            for i in range(lo, hi):
+                kind = model.layer_kinds[i]
+                index = np.int32(model.layer_kinds[:i].count(kind))
+                reads = policies is not None or not is_prompt or i + 1 < last
+                p = params["layers"][i]
+                x, kv[kind], shares = _layer(model, kind, policies, reads, p, x, kv[kind], index, batch)
+                found += shares
+        self._on_pass()
+        jax.block_until_ready(x)
+        return x, kv, np.sum(np.asarray(found), axis=0) if found else NO_SHARES
 
 
-def as_batch(token_ids: Sequence[int], num_prompt: int, page_size: int) -> tuple[StepBatch, int]:
-    """The text as one prefill step of slot 0, and its pages; they begin with page 1."""
+def as_batch(
+    token_ids: Sequence[int], *, start: int, num_prompt: int, size: int, page_size: int, num_pages: int
+) -> StepBatch:
+    """Tokens at positions from `start` on as one prefill step of slot 0, in `size` rows; pages begin with page 1."""
     num_tokens = len(token_ids)
-    positions, num_pages = jnp.arange(num_tokens), -(-num_tokens // page_size)
+    positions = np.where(np.arange(size) < num_tokens, start + np.arange(size), 0)
     region = AttentionBatch(
         page_table=1 + jnp.arange(num_pages)[None],
-        kv_lens=jnp.array([num_tokens]),
+        kv_lens=jnp.array([start + num_tokens]),
         cu_q_lens=jnp.array([0, num_tokens]),
         slots=jnp.zeros(1, jnp.int32),
         prompt_lens=jnp.array([num_prompt]),
     )
-    batch = StepBatch(
-        token_ids=jnp.asarray(token_ids, jnp.int32),
-        positions=positions,
-        page_ids=1 + positions // page_size,
-        page_offsets=positions % page_size,
+    return StepBatch(
+        token_ids=jnp.asarray(np.pad(token_ids, (0, size - num_tokens)), jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        page_ids=jnp.asarray(np.where(np.arange(size) < num_tokens, 1 + positions // page_size, 0), jnp.int32),
+        page_offsets=jnp.asarray(positions % page_size, jnp.int32),
         decode=None,
         prefill=region,
     )
-    return batch, num_pages
+
+
+def needs_own_prompt(sparse: SparseAttention | None) -> TypeGuard[SparseAttention]:
+    """Whether prompts are read otherwise than by dense attention."""
+    return sparse is not None and sparse.prefill is not None
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=0)
+def _kept(
+    kv: KVCache, sparse: SparseAttention, head_dim: int, max_pages: int, page_ids: Array, page_offsets: Array
+) -> KVCache:
+    """The cache with what policies keep of the keys that were written at these places."""
+    kv = init_state(sparse, kv, head_dim, num_slots=1, max_pages=max_pages)
+    page_meta = sparse.page_meta
+    if page_meta is None:
+        return kv
+
+    def one(layer: Array, kv: KVCache) -> KVCache:
+        return fold(kv, layer, page_meta, head_dim, page_ids, page_offsets)
+
+    return jax.lax.fori_loop(0, kv.k.shape[0], one, kv)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logprobs(model: Model, params: dict[str, Any], x: Array) -> Array:
+    return jax.nn.log_softmax(model.logits(params, model.final_norm(params, x)))
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Watching(Attend):
-    """Attention that also keeps, for each policy, [recall, density] of its rows."""
+    """Attention that also keeps, for each policy, the sums over its rows of recall and density, and their number."""
 
+    reads: bool  # False: keys and values are written, and that is all
     shares: list[Array] = dataclasses.field(default_factory=list)
 
     def __call__(self, heads: Array) -> Array:
         q, kv = rotate_and_write(heads, self.cache, self.index, self.batch, self.spec.num_kv_heads)
         options = {"scale": self.spec.scale, "sliding_window": self.spec.sliding_window, "soft_cap": self.spec.soft_cap}
+        self.cache = kv
+        if not self.reads:
+            return jnp.zeros_like(q[:, : self.spec.num_heads])
 
         def attention(rows: Array, region: AttentionBatch, skip_below: Array | None = None) -> tuple[Array, Array]:
             return paged_attention(rows, kv, self.index, region, **options, skip_below=skip_below, return_lse=True)
@@ -127,24 +275,24 @@ class _Watching(Attend):
         if sparse is not None:
             assert sparse.prefill is not None
             for policy, rows in rows_by_policy(sparse.policies, q, sparse.prefill):
-                numbers, kv = select_rows(policy, rows, kv, self.index, attention)
+                numbers, self.cache = select_rows(policy, rows, self.cache, self.index, attention)
                 out = attend_rows(policy, rows, numbers, kv, attention, out)
                 tables = tables_of(numbers, rows.page_table, rows.seen, kv.page_size, kv.k.shape[1])
                 recall = jnp.mean(jnp.exp(out[1] - dense[1])[:, : self.spec.num_heads], axis=1)
                 density = jnp.mean(
                     tables.kv_lens[:, : self.spec.num_kv_heads] / jnp.maximum(rows.seen, 1)[:, None], axis=1
                 )
-                is_row = rows.seen > 0
-                self.shares.append(jnp.mean(jnp.stack([recall, density]), axis=1, where=is_row[None]))
-        self.cache = kv
+                found = jnp.stack([recall, density, jnp.ones_like(recall)])
+                self.shares.append(jnp.sum(found, axis=1, where=(rows.seen > 0)[None]))
         return out[0][:, : self.spec.num_heads]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
 def _layer(
     model: Model,
     kind: str,
     policies: LayerPolicies | None,
+    reads: bool,
     p: dict[str, Any],
     x: Array,
     kv: KVCache,
@@ -159,6 +307,7 @@ def _layer(
         spec=spec,
         implementation=None,
         experts_read=jnp.int32(0) if model.has_experts else None,
+        reads=reads,
     )
     x = model.layer(p, kind, x, attention)
     return x, attention.cache, attention.shares

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from jaxserve.layers.sparse.hooks import LayerPolicies, Policy
 from jaxserve.layers.sparse.kascade import KascadeLayers
 from jaxserve.layers.sparse.page_mass import page_masses
-from jaxserve.layers.sparse.selection import all_pages, NO_PAGE, select_pages, tables_of, united, with_pages_begun
+from jaxserve.layers.sparse.selection import NO_PAGE, all_pages, select_pages, tables_of, united, with_pages_begun
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 from jaxserve.pallas_kernels.target import target_device
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -56,7 +57,7 @@ def fold_whole(
     page_ids: Int[Array, " T"],
     page_offsets: Int[Array, " T"],
 ) -> KVCache:
-    """As `fold`, of the pages that these keys complete; some at a time, so that where there are none it costs little."""
+    """As `fold`, of the pages that these keys complete, some at a time: where there are none it costs little."""
     assert kv.meta is not None
     page_size, num_pages = kv.page_size, kv.meta.shape[1]
     size = min(page_ids.shape[0], 8)

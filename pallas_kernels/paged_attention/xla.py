@@ -159,7 +159,7 @@ def _tile(q: Array, positions: Array, below: Array | None, sequences: Array, rea
 
 
 def _without_skipped(scores: Array, top: Array, below: Array, page_size: int) -> Array:
-    """Scores [W, K, rows, block] with NOTHING in pages whose best is so far `below` [W, 1, rows] the best up to there."""
+    """Scores [W, K, rows, block], NOTHING in pages whose best is so far `below` [W, 1, rows] the best up to there."""
     pages = scores.reshape(*scores.shape[:-1], -1, page_size)
     best = jnp.max(pages, axis=-1)
     so_far = jnp.maximum(jax.lax.cummax(best, axis=best.ndim - 1), top[..., None])
