@@ -120,7 +120,7 @@ def forward(
     def run_alike(carry: Carry, part: StepBatch, lo: int, hi: int, policies: LayerPolicies | None) -> Carry:
         rows, kv, experts_read = carry
         batches = {k: prepare_batch(part, kv[k], model.attention_spec(k), implementation, policies) for k in kv}
-        if policies is None and (dense := _dense_layers(model, params["layers"], batches, rows.shape[0])):
+        if dense := _dense_layers(model, params["layers"], batches, rows.shape[0]):
             kind, weights, norm = dense
             spec = model.attention_spec(kind)
             rows, cache = run_dense_layers(weights, norm, lo, hi, rows, kv[kind], batches[kind], spec, implementation)

@@ -48,8 +48,9 @@ from jaxserve.layers.decoder import stack_layers  # noqa: E402
 from jaxserve.layers.kv_cache import init_kv_cache, position_shape  # noqa: E402
 from jaxserve.layers.moe import moe  # noqa: E402
 from jaxserve.layers.sampler import init_sequences  # noqa: E402
-from jaxserve.layers.sparse import LServe, Policy, Quest, StreamingLLM  # noqa: E402
+from jaxserve.layers.sparse import LServe, Policy, Quest, SparseAttention, StreamingLLM  # noqa: E402
 from jaxserve.layers.sparse.attend import attend_decode  # noqa: E402
+from jaxserve.layers.sparse.state import init_state  # noqa: E402
 from jaxserve.models import get_model  # noqa: E402
 from jaxserve.pallas_kernels import dense_layer, paged_attention  # noqa: E402
 from jaxserve.sharding.mesh import AXES, replicated  # noqa: E402
@@ -402,6 +403,21 @@ def compile_step(model, shape: StepShape, platform: str, place: Sharding, args) 
     return found
 
 
+def compile_step_of_policy(model, shape: StepShape, place: SingleDeviceSharding, args: tuple) -> dict:
+    sparse = SparseAttention(decode=Quest(budget=640, layers=(0, None), reselect=4))
+    params, kv, sequences = args
+
+    def with_state(kv: dict) -> dict:
+        sizes = {"num_slots": NUM_SLOTS, "max_pages": MAX_PAGES}
+        return {kind: init_state(sparse, cache, LLAMA["head_dim"], **sizes) for kind, cache in kv.items()}
+
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), jax.eval_shape(with_state, kv)
+    )
+    model = dataclasses.replace(model, sparse=sparse)
+    return compile_step(model, shape, "cuda", place, (params, shapes, sequences)) | {"cache_bytes": num_bytes(shapes)}
+
+
 def more_on_tpus() -> dict:
     experts = {
         f"{family}_{name}": compile_on_tpu(shape, family)
@@ -451,6 +467,7 @@ def main(platform: str) -> None:
             compiles[name] = functools.partial(compile_experts, shape, struct)
         result["kernels"] = {name: kernels_of(compile_it) for name, compile_it in compiles.items()}
         result["policies"] = {name: selected_attention(name, struct) for name in POLICIES}
+        result["policy_step"] = compile_step_of_policy(model, SHAPES["decode"], place, args)
     result["programs"] = {name: compile_step(model, shape, platform, place, args) for name, shape in SHAPES.items()}
     for name, sizes in MESHES.items() if platform != "cpu" else ():
         mesh = Mesh(np.array(devices[:2]).reshape(sizes), AXES)

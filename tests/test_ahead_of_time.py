@@ -153,6 +153,17 @@ def test_policies_on_the_h200_select_by_kernels_without_loops_or_sorts():
 
 @pytest.mark.full
 @needs("jax_cuda13_plugin")
+def test_steps_under_a_policy_on_the_h200_use_all_kernels_and_copy_no_cache():
+    step, unrolled = compiled_for("cuda")["policy_step"], 8
+    attention = {f"paged_attention_{name}": unrolled for name in ("plan", "decode", "merge")}
+    others = dict.fromkeys(("page_scores", "top_pages", "rope_kv_write", "dense_layer"), unrolled)
+    assert step["in_loop"]["kernels"] == attention | others
+    assert step["in_loop"]["matmuls"] == step["in_loop"]["sorts"] == step["in_loop"]["copies"] == 0
+    assert step["alias_bytes"] >= step["cache_bytes"]
+
+
+@pytest.mark.full
+@needs("jax_cuda13_plugin")
 def test_experts_on_the_h200_are_read_where_they_lie():
     experts = {name: k for name, k in compiled_for("cuda")["kernels"].items() if name.startswith("experts")}
     assert len(experts) == 5

@@ -10,6 +10,7 @@ from benchmarks._report import Row
 TINY = shapes.Decode(2, 4, 2, 512, fa3_us=1.0)
 
 
+@pytest.mark.full
 def test_rows_of_a_shape_and_one_that_fails_does_not_lose_the_others():
     def broken() -> Row:
         raise RuntimeError("no such card")

@@ -99,6 +99,13 @@ def _score(
     P, K, parts, pieces, size = here.shape
     layout = by_row(size)
     num_groups = probe_gmem.shape[1] // ROWS
+    probes = [
+        [
+            plgpu.load(probe_gmem.at[row, pl.ds(group * ROWS, ROWS), piece], layout=layout, optimized=False)
+            for piece in range(pieces)
+        ]
+        for group in range(num_groups)
+    ]
 
     def step(i: Array, _) -> None:
         chunk = first + i * blocks
@@ -109,19 +116,15 @@ def _score(
                     source = here.at[jnp.clip(page, 0, P - 1), :, part, piece]
                     plgpu.copy_gmem_to_smem(source, meta_smem.at[part, piece, pl.ds(j * K, K)], arrived)
         plgpu.barrier_wait(arrived)
-        for group in range(num_groups):
-            rows = pl.ds(group * ROWS, ROWS)
-            probes = [
-                plgpu.load(probe_gmem.at[row, rows, piece], layout=layout, optimized=False) for piece in range(pieces)
-            ]
+        for group, of_heads in enumerate(probes):
 
-            def eight(turn: Array, _, group=group, probes=probes) -> None:
+            def eight(turn: Array, _, group=group, of_heads=of_heads) -> None:
                 at = turn * num_groups + group
                 some = pl.ds(pl.multiple_of(at * ROWS, ROWS), ROWS)
                 score = None
                 for part in range(parts):
                     found = [plgpu.load(meta_smem.at[part, piece, some], layout=layout) for piece in range(pieces)]
-                    products = [(x.astype(jnp.float32) * y).sum(axis=1) for x, y in zip(found, probes, strict=True)]
+                    products = [(x.astype(jnp.float32) * y).sum(axis=1) for x, y in zip(found, of_heads, strict=True)]
                     total = functools.reduce(jnp.add, products)
                     score = total if score is None else jnp.maximum(score, total)
                 scores_smem[at] = score

@@ -16,10 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.paged_attention.hopper import INTERPRETER
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import num_multiprocessors
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_plan import IN_EACH_WARP
 
 THREADS = 128
 PIECE = 32  # pages whose scores are read at once, when numbers are written
 BLOCKS = 4  # CUDA blocks of a multiprocessor, about
+FEW = 512  # pages that each warp counts by itself: no warp waits for another
 MAX_PAGES = 8192  # 64 registers a thread
 LEAST = -(2**31)
 
@@ -66,7 +68,7 @@ def _select(
     last = num_pages_gmem[row] - 1
     count = jnp.minimum(most, last + 1)  # that are selected; of those before the last one less
     wanted = jnp.maximum(count - 1, 0)
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=min(4, size // THREADS))
+    layout = IN_EACH_WARP if size <= FEW else plgpu.Layout.WG_STRIDED((size,), vec_size=min(4, size // THREADS))
     index = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
     keys = jnp.where(index < last, plgpu.load(row_keys, layout=layout, optimized=False), LEAST)
 

@@ -10,6 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from steps import GEMMA, LLAMA, page_table, rows_and_cache, step
 
 from jaxserve.layers.kv_cache import init_kv_cache
+from jaxserve.layers.sparse import Quest, SparseAttention
+from jaxserve.layers.sparse.state import init_state
 from jaxserve.models import get_model
 from jaxserve.pallas_kernels.paged_attention import mosaic_gpu
 from jaxserve.pallas_kernels.paged_attention.types import FP8
@@ -55,3 +57,27 @@ def test_the_kernels_give_what_xla_gives(hf, kv_dtype, monkeypatch):
             np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), **rounding)
     late, _ = run(kv, step([(1, 9), (2, 3)], [], table), implementation="xla")
     assert not np.allclose(np.asarray(late, np.float32), np.asarray(expected, np.float32), **tolerance)
+
+
+@pytest.mark.full
+def test_under_a_policy_the_kernels_give_what_xla_gives(monkeypatch):
+    """Heads select different pages."""
+    monkeypatch.setattr(mosaic_gpu, "num_multiprocessors", lambda: 2)
+    monkeypatch.setattr("steps.PAGE_SIZE", 8)
+    sparse = SparseAttention(decode=Quest(budget=16, layers=(0, None)))
+    model = dataclasses.replace(get_model(LLAMA | SIZES), sparse=sparse)
+    params = model.init(jax.random.key(0), jnp.bfloat16)
+    empty = init_kv_cache(model.config, num_pages=33, page_size=8, dtype=jnp.bfloat16)
+    kv = {kind: init_state(sparse, each, 64, num_slots=4, max_pages=8) for kind, each in empty.items()}
+    prompts = [list(range(3, 40)), [2, 7, 18, 28]]
+    table = page_table(2)
+    run = rows_and_cache(model, params)
+    _, kv = run(kv, step([], [(0, prompt) for prompt in prompts], table), implementation="xla")
+    decodes = step([(1, len(prompts[0])), (2, len(prompts[1]))], [], table)
+    expected, _ = run(kv, decodes, implementation="xla")
+    with plgpu.force_gpu_interpret_mode():
+        got, _ = run(kv, decodes, implementation="mosaic_gpu")
+    tolerance = {"rtol": 0.05, "atol": 0.05}
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **tolerance)
+    dense, _ = rows_and_cache(dataclasses.replace(model, sparse=None), params)(kv, decodes, implementation="xla")
+    assert not np.allclose(np.asarray(dense, np.float32), np.asarray(expected, np.float32), **tolerance)

@@ -64,7 +64,9 @@ def all_cases():
     for name in CASES:
         for dtype, label in ((jnp.float32, "f32"), (jnp.bfloat16, "bf16")):
             yield pytest.param("xla", name, dtype, id=f"xla-{name}-{label}")
-        yield pytest.param("mosaic_gpu", name, jnp.bfloat16, id=f"mosaic_gpu-{name}", marks=need_interpreter)
+        marks = [] if ON_GPU or name in ("parts", "many") else [pytest.mark.full]
+        label = f"mosaic_gpu-{name}"
+        yield pytest.param("mosaic_gpu", name, jnp.bfloat16, id=label, marks=[need_interpreter, *marks])
 
 
 @pytest.mark.parametrize(("implementation", "name", "dtype"), [*all_cases()])

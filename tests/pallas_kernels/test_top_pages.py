@@ -47,16 +47,24 @@ def run(implementation, scores, num_pages, most):
     )
 
 
-@pytest.mark.parametrize("equal", [True, False], ids=["equal", "any"])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic_gpu", marks=need_interpreter)])
+def all_cases():
+    for name in CASES:
+        for equal in (True, False):
+            yield pytest.param("xla", name, equal)
+            fast = ON_GPU or (name, equal) in (("few", True), ("several_blocks", False))
+            yield pytest.param("mosaic_gpu", name, equal, marks=[need_interpreter, *[pytest.mark.full] * (not fast)])
+
+
+@pytest.mark.parametrize(("implementation", "name", "equal"), [*all_cases()])
 def test_the_last_page_and_the_best_are_selected(implementation, name, equal):
     scores, num_pages, most = inputs(name, equal)
     expected = reference.top_pages(scores, num_pages, most)
     np.testing.assert_array_equal(run(implementation, scores, num_pages, most), expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic_gpu", marks=need_interpreter)])
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("mosaic_gpu", marks=[need_interpreter, pytest.mark.full])]
+)
 def test_infinite_scores_are_in_order_too(implementation):
     scores = jnp.asarray([[[-jnp.inf, 1.0, jnp.inf, -0.5, 3e38, 0.0]]], jnp.float32)
     np.testing.assert_array_equal(run(implementation, scores, jnp.asarray([6]), 3), [[[2, 4, 5]]])
