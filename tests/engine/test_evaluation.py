@@ -104,7 +104,7 @@ def evaluate(tiny_model, tmp_path, capsys):
     """Runs the command on a small text; returns its exit code, what it printed, and its complaint."""
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
-    command = ["eval", "--model", tiny_model, "--text", str(text), "--num-tokens", "128", "--page-size", "8"]
+    command = ["eval", "--model", tiny_model, "--text", str(text), "--num-tokens", "192", "--page-size", "8"]
 
     def run(*more: str):
         code = cli.run([*command, *more])
