@@ -1,6 +1,7 @@
 """`jaxserve eval`: what sparse attention costs in quality, and what it gains in speed."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -98,6 +99,9 @@ def draw(found: "Comparison", file: Path) -> None:
     """What was found of quality, a row of axes each, against density and, where it was measured, seconds a token.
 
     Policies that differ in their fields alone are joined by a line.
+
+    Raises:
+        ValueError: there is nothing of quality to draw.
     """
     plt = pyplot()
     across = [name for name in ("density", "s/token") if name in found.rows[0]]
@@ -105,16 +109,13 @@ def draw(found: "Comparison", file: Path) -> None:
     for row in found.rows:
         tasks = [row[name] for name in row if name not in ("policy", "perplexity", "kl", *MEASURES)]
         named = row | ({"accuracy": sum(tasks) / len(tasks)} if tasks else {})
-        series.setdefault(row["policy"].partition("(")[0], []).append(named)
+        series.setdefault(_without_fields(row["policy"]), []).append(named)
     down = [name for name in ("accuracy", "perplexity") if name in series["dense"][0]]
-    figure, grid = plt.subplots(
-        len(down) or 1,
-        len(across),
-        figsize=(6 * len(across), 4 * (len(down) or 1)),
-        layout="constrained",
-        squeeze=False,
-    )
-    for axes_of_row, y in zip(grid, down, strict=False):
+    if not down:
+        raise ValueError("--plot has nothing to draw, as dense attention solves no task: give a --text, or other tasks")
+    size = (6 * len(across), 4 * len(down))
+    figure, grid = plt.subplots(len(down), len(across), figsize=size, layout="constrained", squeeze=False)
+    for axes_of_row, y in zip(grid, down, strict=True):
         for axes, x in zip(axes_of_row, across, strict=True):
             for name, rows in series.items():
                 points = sorted((row[x], row[y]) for row in rows)
@@ -123,6 +124,13 @@ def draw(found: "Comparison", file: Path) -> None:
     grid[0][0].legend()
     figure.savefig(file, dpi=120)
     plt.close(figure)
+
+
+def _without_fields(policy: str) -> str:
+    """`decode Quest(layers=(0, None)), prefill StreamingLLM()` as `decode Quest, prefill StreamingLLM`."""
+    while (less := re.sub(r"\([^()]*\)", "", policy)) != policy:
+        policy = less
+    return policy
 
 
 def _read(text: Path | None) -> str | None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, EngineDeadError, SamplingParams, cli, weights
-from jaxserve.cli.evaluate import defaults
+from jaxserve.cli.evaluate import defaults, draw
 from jaxserve.evaluation import compare as compare_module, watch
+from jaxserve.evaluation.compare import Comparison
 from jaxserve.evaluation.watch import Reader, Watched
 from jaxserve.layers.sparse import LServe, Quest, SparseAttention, StreamingLLM, resolve
 
@@ -104,7 +105,7 @@ def evaluate(tiny_model, tmp_path, capsys):
     """Runs the command on a small text; returns its exit code, what it printed, and its complaint."""
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
-    command = ["eval", "--model", tiny_model, "--text", str(text), "--num-tokens", "128", "--page-size", "8"]
+    command = ["eval", "--model", tiny_model, "--text", str(text), "--num-tokens", "192", "--page-size", "8"]
 
     def run(*more: str):
         code = cli.run([*command, *more])
@@ -143,6 +144,23 @@ def test_a_task_that_dense_attention_does_not_solve_is_left_out(evaluate):
     assert "perplexity" in printed
     assert "needle" not in printed
     assert "left out: needle, of which dense attention solves 0%" in said
+
+
+def test_a_plot_joins_what_differs_in_fields_alone(tmp_path):
+    shares = {"recall": 1.0, "density": 0.5}
+    names = ["dense", "Quest(layers=(0, None), budget=24)", "Quest()", "decode Quest(), prefill StreamingLLM(window=8)"]
+    rows = [{"policy": name, "needle": 1.0, "perplexity": 9.0, "kl": 0.1, **shares} for name in names]
+    draw(Comparison(rows, {}), tmp_path / "plot.svg")
+    written = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    found = re.findall("<!-- (.*?) -->", written)
+    assert {"accuracy", "perplexity", "density"} < set(found)
+    assert [name for name in found if "dense" in name or "Quest" in name] == [
+        "dense",
+        "Quest",
+        "decode Quest, prefill StreamingLLM",
+    ]
+    with pytest.raises(ValueError, match="nothing to draw, as dense attention solves no task"):
+        draw(Comparison([{"policy": "dense", **shares}], {"needle": 0.0}), tmp_path / "plot.svg")
 
 
 @pytest.mark.parametrize(
