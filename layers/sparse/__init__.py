@@ -14,15 +14,18 @@ Two rules make a token independent of how the work was cut, batched, cached or c
   then not those that a prompt with the same tokens has: such pages are not shared, see `SparseAttention`.
 """
 
+from jaxserve.layers.sparse.h2o import H2O as H2O
 from jaxserve.layers.sparse.hooks import (
     LayerPolicies as LayerPolicies,
     Layout as Layout,
     PageMeta as PageMeta,
     Policy as Policy,
+    Retain as Retain,
     Select as Select,
     SparseAttention as SparseAttention,
 )
 from jaxserve.layers.sparse.lserve import LServe as LServe
 from jaxserve.layers.sparse.options import POLICIES as POLICIES, resolve as resolve
 from jaxserve.layers.sparse.quest import Quest as Quest
+from jaxserve.layers.sparse.snapkv import SnapKV as SnapKV
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM as StreamingLLM

@@ -5,12 +5,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.layers.sparse.h2o import H2O
 from jaxserve.layers.sparse.hooks import Policy, SparseAttention
 from jaxserve.layers.sparse.lserve import LServe
 from jaxserve.layers.sparse.quest import Quest
+from jaxserve.layers.sparse.snapkv import SnapKV
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM
 
-POLICIES: Mapping[str, type[Policy]] = {"lserve": LServe, "quest": Quest, "streaming_llm": StreamingLLM}
+POLICIES: Mapping[str, type[Policy]] = {
+    "h2o": H2O,
+    "lserve": LServe,
+    "quest": Quest,
+    "snapkv": SnapKV,
+    "streaming_llm": StreamingLLM,
+}
 PHASES = ("decode", "prefill")
 
 

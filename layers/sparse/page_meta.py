@@ -1,6 +1,7 @@
 """Metadata of pages, beside the pages: kept up when keys are written, and compared with queries."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -63,24 +64,41 @@ def page_scores(
         page_table: ids of all ranks' pages.
         num_pages: of each sequence; the scores of what its table holds beyond them mean nothing.
     """
-    _, P, K, M = meta.shape
     width = probe.shape[2]
+
+    def score(found: Array, _: Array) -> Array:
+        parts = found.astype(jnp.float32).reshape(*found.shape[:3], -1, width)
+        return jnp.max(jnp.einsum("tkm,tkpum->tkpu", probe, parts, precision="highest"), axis=3)
+
+    return for_each_page(score, meta, layer, page_table, num_pages)
+
+
+def for_each_page(
+    function: Callable[[Array, Array], Array],
+    meta: Float[Array, "L P K M"],
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "T max_pages"],
+    num_pages: Int[Array, " T"],
+) -> Float[Array, "T K max_pages"]:
+    """What the function gives for the metadata [T, K, pages, M] of some pages of each row's sequence, and for their
+    numbers in it [pages]: float32 [T, K, pages]. The same on all ranks of kv. Beyond `num_pages` it means nothing.
+    """
+    _, P, K, M = meta.shape
     T, max_pages = page_table.shape
     local = page_table if axis_size(AXIS) == 1 else local_pages(page_table, P)
     block = _pages_a_turn(max_pages)
     local = jnp.pad(local, ((0, 0), (0, -max_pages % block)))
 
-    def turn(i: Array, scores: Array) -> Array:
+    def turn(i: Array, values: Array) -> Array:
         page = jax.lax.dynamic_slice_in_dim(local, i * block, block, axis=1)[:, None]
         rows = (layer * P + jnp.clip(page, 0, P - 1)) * K + jnp.arange(K)[None, :, None]
-        found = meta.reshape(-1, M).at[rows].get(mode="promise_in_bounds").astype(jnp.float32)
-        parts = found.reshape(*rows.shape, M // width, width)
-        products = jnp.max(jnp.einsum("tkm,tkpum->tkpu", probe, parts, precision="highest"), axis=3)
-        return jax.lax.dynamic_update_slice_in_dim(scores, jnp.where(page >= 0, products, 0.0), i * block, axis=2)
+        found = meta.reshape(-1, M).at[rows].get(mode="promise_in_bounds")
+        new = jnp.where(page >= 0, function(found, i * block + jnp.arange(block)), 0.0)
+        return jax.lax.dynamic_update_slice_in_dim(values, new, i * block, axis=2)
 
     turns = -(-jnp.max(num_pages) // block)
-    scores = jax.lax.fori_loop(0, turns, turn, jnp.zeros((T, K, local.shape[1]), jnp.float32))
-    return sum_over_kv(scores[..., :max_pages])
+    values = jax.lax.fori_loop(0, turns, turn, jnp.zeros((T, K, local.shape[1]), jnp.float32))
+    return sum_over_kv(values[..., :max_pages])
 
 
 def _pages_a_turn(max_pages: int) -> int:

@@ -13,6 +13,7 @@ from jaxserve.pallas_kernels.target import target_device
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 BY_KV_HEAD = "page tables for each KV head are served by xla only"
+DROPPED = "page tables with dropped tokens are served by xla only"
 HopperWork = decode_work.Work | prefill_work.Work  # what `prepare` adds to a batch for the Hopper kernels
 
 
@@ -50,7 +51,7 @@ def paged_attention(
     if batch.by_kv_head:
         assert (batch.max_q_len, batch.cu_q_lens, sliding_window) == (1, None, None)
         if implementation != "xla":
-            raise NotImplementedError(BY_KV_HEAD)
+            raise NotImplementedError(BY_KV_HEAD if kv.mass is None else DROPPED)
     if implementation == "mosaic_gpu":
         out, lse = mosaic_gpu.paged_attention(q, kv, layer, batch, **options)
     elif implementation == "mosaic_tpu":
@@ -100,7 +101,10 @@ def _choose(q: Array, kv: KVCache, batch: AttentionBatch) -> Implementation:
     if best == "xla":
         return best
     kernels = mosaic_gpu if best == "mosaic_gpu" else mosaic_tpu
-    reason = BY_KV_HEAD if batch.by_kv_head else kernels.unsupported(q, kv, batch)
+    if batch.by_kv_head:
+        reason = BY_KV_HEAD if kv.mass is None else DROPPED
+    else:
+        reason = kernels.unsupported(q, kv, batch)
     if reason:
         say_once("paged attention", reason)
     return "xla" if reason else best
