@@ -147,8 +147,7 @@ def _attend_and_drop_in_turn(
     region, num_rows = rows.region, rows.seen.shape[0]
     assert region.cu_q_lens is not None
     num_seqs = region.kv_lens.shape[0]
-    is_row = rows.seen > 0
-    counts = jnp.zeros(num_seqs, jnp.int32).at[rows.sequence].add(is_row)
+    counts = jnp.zeros(num_seqs, jnp.int32).at[rows.sequence].add((rows.seen > 0).astype(jnp.int32))
     first = region.cu_q_lens[1:] - counts  # an answer's rows are the last ones of its sequence
 
     def turn(i: Array, carry: tuple) -> tuple:

@@ -67,14 +67,14 @@ def drop_lightest(
         lambda mass, numbers: jnp.min(candidates(mass, numbers), axis=3),
         kv.mass, layer, page_table, -(-kv_lens // page_size),
     )  # fmt: skip
-    is_page = jnp.arange(max_pages) * page_size < kv_lens[:, None]
+    is_page = jnp.arange(max_pages)[None] * page_size < kv_lens[:, None]
     least = jnp.where(is_page[:, None], least, jnp.inf)
     number = _last_least(least)
     page = jnp.take_along_axis(page_table, number, axis=1)
     local = page if axis_size(AXIS) == 1 else local_pages(page, P)
     head = jnp.broadcast_to(jnp.arange(K)[None], (T, K))
     mass = kv.mass[layer, jnp.maximum(local, 0), head]  # [T, K, page_size]
-    is_before = number[..., None] * page_size + jnp.arange(page_size) < kv_lens[:, None, None]
+    is_before = number[..., None] * page_size + jnp.arange(page_size)[None, None] < kv_lens[:, None, None]
     offset = _last_least(jnp.where((mass > -jnp.inf) & is_before, mass, jnp.inf))
     is_there = wanted[:, None] & (jnp.min(least, axis=2) < jnp.inf) & (local >= 0)
     to = jnp.where(is_there, local, P)
@@ -122,7 +122,7 @@ def heaviest(mass: Float[Array, "K S"], is_candidate: Bool[Array, "K S"], count:
 
 def _is_before(kv_lens: Array, numbers: Array, page_size: int) -> Array:
     """Which places [T, 1, pages, page_size] of the pages with these numbers are among the first `kv_lens`."""
-    positions = numbers[:, None] * page_size + jnp.arange(page_size)
+    positions = numbers[:, None] * page_size + jnp.arange(page_size)[None]
     return (positions[None] < kv_lens[:, None, None])[:, None]
 
 

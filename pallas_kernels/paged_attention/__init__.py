@@ -101,10 +101,8 @@ def _choose(q: Array, kv: KVCache, batch: AttentionBatch) -> Implementation:
     if best == "xla":
         return best
     kernels = mosaic_gpu if best == "mosaic_gpu" else mosaic_tpu
-    if batch.by_kv_head:
-        reason = BY_KV_HEAD if kv.mass is None else DROPPED
-    else:
-        reason = kernels.unsupported(q, kv, batch)
+    by_kv_head = BY_KV_HEAD if kv.mass is None else DROPPED
+    reason = by_kv_head if batch.by_kv_head else kernels.unsupported(q, kv, batch)
     if reason:
         say_once("paged attention", reason)
     return "xla" if reason else best
