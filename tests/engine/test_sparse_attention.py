@@ -14,7 +14,15 @@ from meshes import DENSE, MODELS, folder_of
 
 from jaxserve import LLM, EngineDeadError, SamplingParams, cli
 from jaxserve.config import EngineConfig
-from jaxserve.layers.sparse import POLICIES as POLICY_KINDS, LServe, Quest, SparseAttention, StreamingLLM
+from jaxserve.layers.sparse import (
+    H2O,
+    POLICIES as POLICY_KINDS,
+    LServe,
+    Quest,
+    SnapKV,
+    SparseAttention,
+    StreamingLLM,
+)
 from jaxserve.scheduler import layered
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sparse_attention.md").read_text(encoding="utf-8")
@@ -41,8 +49,11 @@ SAME = SparseAttention(decode=QUEST, prefill=QUEST)
 SELDOM = SparseAttention(decode=dataclasses.replace(QUEST, reselect=5))
 HALVES = LServe(budget=24, sinks=8, local=8, streaming_heads=((0, 2), (1, 0), (1, 1)))
 LSERVE = SparseAttention(decode=HALVES)
-POLICIES = {"lserve": LSERVE, "answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM}
-FAST = ("both", "seldom")
+HEAVY = SparseAttention(decode=H2O(heavy=12, recent=8))
+VOTED = SparseAttention(decode=SnapKV(budget=20, window=6, kernel_size=3, layers=(1, None)))
+DROPPING = {"heavy": HEAVY, "voted": VOTED}
+POLICIES = {"lserve": LSERVE, "answers": ANSWERS, "both": BOTH, "same": SAME, "seldom": SELDOM, **DROPPING}
+FAST = ("both", "seldom", "heavy")
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(3, 300, n).tolist() for n in (100, 71, 80)]
 PROMPTS.append(PROMPTS[0][:50] + PROMPTS[1][:20])  # shares a prefix
@@ -150,16 +161,20 @@ def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch)
         dataclasses.replace(QUEST, budget=160),
         StreamingLLM(window=160),
         dataclasses.replace(HALVES, budget=160, local=160),
+        H2O(heavy=80, recent=80),
+        SnapKV(budget=160),
     ],
     ids=str,
 )
 def test_a_policy_that_selects_all_pages_is_dense(start, alone, policy):
-    prefill = dataclasses.replace(policy, reselect=1)
-    for sparse in (policy, SparseAttention(decode=policy, prefill=prefill)):
+    of_both = [] if policy.retain else [SparseAttention(decode=policy, prefill=dataclasses.replace(policy, reselect=1))]
+    for sparse in (policy, *of_both):
         assert run(start(sparse)) == alone(None)
 
 
-MESHES = [(ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1)]
+MESHES = [
+    (ANSWERS, 2, 1), (BOTH, 2, 3), (SAME, 4, 1), (SELDOM, 4, 2), (LSERVE, 2, 1), (HEAVY, 2, 3), (VOTED, 4, 1)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sparse", "kv", "tp"), [pytest.param(*c, marks=pytest.mark.full) for c in MESHES])
@@ -217,8 +232,41 @@ def test_shared_pages_keep_their_metadata_and_others_forget_them(alone, crowded)
     assert run(llm) == alone(SELDOM)
 
 
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.full) for n in DROPPING])
+def test_an_answer_that_is_computed_again_drops_what_it_dropped(alone, crowded, name, monkeypatch):
+    """As part of a prompt it would say something else."""
+    llm = crowded(POLICIES[name])
+    pack = llm.llm_engine.core.runner._pack
+
+    def all_prompt(plan, shape):
+        ints = pack(plan, shape)
+        lens = ints[len(ints) - shape.prefill_seqs :]
+        lens[: len(plan.prefill)] = [row.request.num_tokens for row in plan.prefill]
+        return ints
+
+    monkeypatch.setattr(llm.llm_engine.core.runner, "_pack", all_prompt)
+    assert run(llm) != alone(POLICIES[name])
+    monkeypatch.undo()
+    assert run(llm) == alone(POLICIES[name])
+
+
+def test_pages_of_sequences_that_drop_tokens_are_not_shared(alone, crowded):
+    """Neither prompts nor answers: a second request computes all of its prompt, and says what it says alone."""
+    llm = crowded(HEAVY)
+    scheduler = llm.llm_engine.core.scheduler
+    assert run(llm, PROMPTS[:1] * 2) == alone(HEAVY)[:1] * 2
+    assert scheduler.pool.num_cached == 0
+    assert llm.get_metrics()["jaxserve:prefix_cache_hits"] == 0
+    params = dataclasses.replace(GREEDY, n=2)
+    (found,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert [output.token_ids for output in found.outputs] == alone(HEAVY)[:1] * 2
+
+
 BAD = [
-    ("magic", r"must name a policy among \['lserve', 'quest', 'streaming_llm'\], or be one or None, got 'magic'"),
+    (
+        "magic",
+        r"must name a policy among \['h2o', .*'streaming_llm'\], or be one or None, got 'magic'",
+    ),
     (7, "must name a policy among .*, got 7"),
     ({}, "must have the key policy, or keys among"),
     ({"decode": "quest", "both": "quest"}, r"keys among .*, got \['both', 'decode'\]"),
@@ -245,6 +293,7 @@ BAD = [
         {"policy": "lserve", "budget": 16, "streaming_heads": [[1, 2]]},
         "budget of LServe must hold 3 pages of 8 tokens, got 16",
     ),
+    ({"prefill": "snapkv"}, "SnapKV drops tokens once a prompt is read as a whole, so prefill must be None"),
     ("quest", r"layers of Quest must lie within the model's 2, got \(2, None\)"),
     ({"policy": "quest", "layers": [0, 3]}, r"must lie within the model's 2, got \(0, 3\)"),
 ]
@@ -261,9 +310,10 @@ def test_streaming_heads_are_refused_where_ranks_share_out_the_heads(start):
         start(HALVES, tensor_parallel_size=3)
 
 
-def test_more_ranks_of_tp_than_kv_heads_are_refused_where_heads_are_scored(start):
+@pytest.mark.parametrize("policy", [QUEST, H2O()], ids=str)
+def test_more_ranks_of_tp_than_kv_heads_are_refused_where_heads_are_scored(start, policy):
     with pytest.raises(ValueError, match="tensor_parallel_size must be at most the number of KV heads"):
-        start(QUEST, tensor_parallel_size=6)
+        start(policy, tensor_parallel_size=6)
 
 
 def test_a_model_of_sliding_windows_alone_is_refused(tmp_path):
