@@ -78,7 +78,9 @@ class EnginePrograms:
             memory = DeviceMemory(platform="tpu", limit_bytes=topology.device.memory_bytes)
             scheduler, self.sizes = resolve(config, model.config, params_bytes=self.weights_bytes, device=memory)
             state = state_shapes(model, params, self.sizes, config.kv_dtype)
-        self.pool_bytes, self.state_bytes = _num_bytes(state.kv), _num_bytes((state.sequences, state.sampling))
+        carried = [kv.carry for kv in state.kv.values()]
+        self.state_bytes = _num_bytes((state.sequences, state.sampling, carried))
+        self.pool_bytes = _num_bytes(state.kv) - _num_bytes(carried)
         self._build = StepBuilder(model, state, max_logprobs=self.sizes.max_logprobs)
         keys = default_programs(self.sizes, every=True)
         keys["forward"] += _layered(scheduler, self.sizes, model.config.num_layers)

@@ -15,8 +15,9 @@ from jaxserve.layers import sparse
 from jaxserve.layers.kv_cache import position_shape
 from jaxserve.layers.sampler import init_sampling, init_sequences
 from jaxserve.layers.sparse import SparseAttention
-from jaxserve.layers.sparse.page_meta import meta_dtype
+from jaxserve.layers.sparse.state import init_state
 from jaxserve.models.base import ModelConfig
+from jaxserve.pallas_kernels.paged_attention import KVCache
 from jaxserve.scheduler.config import SchedulerConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -190,6 +191,12 @@ class EngineConfig:
         """What the pages of the KV cache hold."""
         return KV_CACHE_DTYPES.get(self.cache.kv_cache_dtype, self.model.jax_dtype)
 
+    @property
+    def shares_pages(self) -> bool:
+        """Whether there is a prefix cache: none where sparse attention drops tokens of pages."""
+        selection = self.runtime.sparse
+        return self.cache.enable_prefix_caching and not (selection is not None and selection.drops)
+
     @classmethod
     def of(cls, model: str, **options: Any) -> "EngineConfig":
         """Sorts flat options into their groups.
@@ -342,15 +349,25 @@ def kv_bytes_per_token(model: ModelConfig, dtype: DTypeLike, platform: str) -> i
     return 2 * model.num_layers * math.prod(position) * jnp.dtype(dtype).itemsize
 
 
-def _meta_bytes_per_page(config: EngineConfig, model: ModelConfig, page_size: int, platform: str) -> int:
-    """Of what sparse attention keeps beside a page."""
-    page_meta = config.runtime.sparse and config.runtime.sparse.page_meta
-    if page_meta is None:
-        return 0
+def sparse_bytes(
+    config: EngineConfig, model: ModelConfig, platform: str, *, page_size: int, max_num_seqs: int, max_pages: int
+) -> tuple[int, int]:
+    """Of what sparse attention keeps beside each page, and of what it keeps for the slots of all sequences."""
+    selection = config.runtime.sparse
+    if selection is None:
+        return 0, 0
     position = position_shape(model.num_kv_heads, model.head_dim, config.kv_dtype, platform)
-    num_kv_heads = math.prod(position) // model.head_dim
-    numbers = model.layer_kinds.count("full") * num_kv_heads * page_meta.size(model.head_dim, page_size)
-    return numbers * jnp.dtype(meta_dtype(config.kv_dtype)).itemsize
+    num_layers, num_kv_heads = model.layer_kinds.count("full"), math.prod(position) // model.head_dim
+
+    def state() -> KVCache:
+        kv = KVCache.zeros(num_layers, 1, page_size, position, config.kv_dtype, num_kv_heads=num_kv_heads)
+        return init_state(selection, kv, model.head_dim, num_slots=max_num_seqs + 1, max_pages=max_pages)
+
+    kv = jax.eval_shape(state)
+    of_page, of_slots = (
+        sum(x.size * x.dtype.itemsize for x in leaves if x is not None) for leaves in ((kv.meta, kv.mass), (kv.carry,))
+    )
+    return of_page, of_slots
 
 
 @functools.lru_cache(maxsize=256)  # a plan asks for the same ones again and again
@@ -381,8 +398,9 @@ def _num_pages(
                 f"{cache.num_pages}; give {max(2, -(-cache.num_pages // num_ranks)) * num_ranks}"
             )
         return cache.num_pages
+    sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs}
     page_bytes = page_size * kv_bytes_per_token(model, config.kv_dtype, device.platform)
-    page_bytes += _meta_bytes_per_page(config, model, page_size, device.platform)
+    page_bytes += sparse_bytes(config, model, device.platform, **sizes, max_pages=1)[0]
     budget, left_after = cache.kv_cache_memory_bytes, f"{params_bytes} bytes of weights"
     if budget is None and device.on_cpu:
         budget = CPU_KV_CACHE_BYTES
@@ -392,6 +410,7 @@ def _num_pages(
         longest = config.model.max_model_len or model.max_position_embeddings
         max_pages = min(-(-longest // page_size), max(0, budget) // page_bytes * num_ranks)
         state = state_bytes(max_num_seqs, max_pages, model.vocab_size)
+        state += sparse_bytes(config, model, device.platform, **sizes, max_pages=max_pages)[1]
         budget, left_after = budget - state, f"{left_after} and {state} of state for {max_num_seqs} sequences"
     if budget < 2 * page_bytes:
         raise NoRoomError(

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import logging
 import os
 import pathlib
 import time
@@ -34,6 +35,8 @@ from jaxserve.scheduler import (
 from jaxserve.scheduler.step_time import StepWork
 from jaxserve.sharding.mesh import bytes_per_device
 from jaxserve.step_future import StepFuture
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -78,11 +81,13 @@ class EngineCore:
         if leader is not None:
             leader.wait()
         prefill = prefill_policy(scheduler_config, runner.num_layers, runner.span_rows)
+        if config.cache.enable_prefix_caching and not config.shares_pages:
+            logger.info("no prefix cache: %s drops tokens, so pages are not shared", config.runtime.sparse)
         pool = PagePool(runner_config.num_pages, runner_config.page_size, runner_config.kv_parallel_size)
         scheduler = Scheduler(
             scheduler_config,
             pool,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_prefix_caching=config.shares_pages,
             prefill=prefill,
         )
         if config.runtime.warm_up != "off":

@@ -133,7 +133,7 @@ class Runner:
         ints[: len(plan.decode)] = decode_slots(plan)
         ints[len(plan.decode) : b] = self._dummy
         seq_slots, starts, cu_q_lens, prompt_lens = np.split(ints[b + t :], [s, 2 * s, 3 * s + 1])
-        seq_slots[:] = self._dummy
+        seq_slots[:], prompt_lens[:] = self._dummy, np.iinfo(np.int32).max  # rows of nobody are no answers
         if plan.cohort is not None:
             counts = [count for *_, count in plan.cohort.members]
             cu_q_lens[1 : len(counts) + 1] = np.cumsum(counts)

@@ -1,7 +1,6 @@
 """Attention of one layer over both regions of a step: rotate, write keys and values, then read the pages."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,17 @@ from jaxtyping import Float, Int
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, write_kv
 from jaxserve.layers.linear import Weight, linear
 from jaxserve.layers.rope import apply_rope, rotation
-from jaxserve.layers.sparse.attend import Attention, attend_decode, attend_prefill
+from jaxserve.layers.sparse.attend import Attention, Draw, attend_decode, attend_prefill
 from jaxserve.layers.sparse.hooks import LayerPolicies, SparseStep
+from jaxserve.layers.sparse.mass import begin_mass
 from jaxserve.layers.sparse.page_meta import fold
 from jaxserve.pallas_kernels import rope_kv_write
 from jaxserve.pallas_kernels.fallback import say_once
 from jaxserve.pallas_kernels.paged_attention import HopperWork, Implementation, paged_attention, prepare
+from jaxserve.pallas_kernels.paged_attention.mass import add_mass
 from jaxserve.pallas_kernels.target import kept_apart
 from jaxserve.sharding.collectives import axis_size
-from jaxserve.sharding.kv_parallel import AXIS, local_pages, merge_over_kv
+from jaxserve.sharding.kv_parallel import AXIS, local_pages, lse_over_kv, merge_over_kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,13 +137,18 @@ def attend(
     cut = batch.num_decode_rows
     options = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
 
-    def attention(rows: Array, region: AttentionBatch, skip_below: Array | None = None) -> tuple[Array, Array]:
-        return paged_attention(
-            rows, kv, layer, region, **options, skip_below=skip_below, return_lse=True, implementation=implementation
-        )
+    def attention(
+        rows: Array, region: AttentionBatch, skip_below: Array | None = None, cache: KVCache = kv
+    ) -> tuple[Array, Array]:
+        how = {"skip_below": skip_below, "implementation": implementation}
+        return paged_attention(rows, cache, layer, region, **options, **how, return_lse=True)
+
+    def draw(rows: Array, lse: Array, counts: Array, cache: KVCache, region: AttentionBatch) -> KVCache:
+        how = {"scale": spec.scale, "soft_cap": spec.soft_cap}
+        return dataclasses.replace(cache, mass=add_mass(rows, lse_over_kv(lse), counts, cache, layer, region, **how))
 
     if batch.sparse is not None:
-        outs, kv = _attend_sparse(q, kv, layer, batch, batch.sparse, attention)
+        outs, kv = _attend_sparse(q, kv, layer, batch, batch.sparse, attention, draw)
     else:
         regions = ((q[:cut], batch.decode), (q[cut:], batch.prefill))
         outs = [attention(rows, region) for rows, region in regions if region is not None]
@@ -151,18 +157,23 @@ def attend(
 
 
 def _attend_sparse(
-    q: Array, kv: KVCache, layer: int | Array, batch: StepBatch, sparse: SparseStep, attention: Attention
+    q: Array,
+    kv: KVCache,
+    layer: int | Array,
+    batch: StepBatch,
+    sparse: SparseStep,
+    attention: Attention,
+    draw: Draw,
 ) -> tuple[list[tuple[Array, Array]], KVCache]:
     """Attention of each region's rows to the pages that policies select for them."""
     outs, cut, policies = [], batch.num_decode_rows, sparse.policies
     if sparse.decode is not None and policies.decode is not None:
-        out, kv = attend_decode(policies.decode, q[:cut], kv, layer, sparse.decode, attention)
+        out, kv = attend_decode(policies.decode, q[:cut], kv, layer, sparse.decode, attention, draw)
         outs.append(out)
     elif batch.decode is not None:
         outs.append(attention(q[:cut], batch.decode))
     if sparse.prefill is not None and (prefill := batch.prefill) is not None:
-        dense = functools.partial(attention, q[cut:], prefill)
-        out, kv = attend_prefill(policies, q[cut:], kv, layer, sparse.prefill, attention, dense)
+        out, kv = attend_prefill(policies, q[cut:], kv, layer, sparse.prefill, prefill, attention, draw)
         outs.append(out)
     return outs, kv
 
@@ -176,8 +187,11 @@ def rotate_and_write(
 ) -> tuple[Float[Array, "rows N H"], KVCache]:
     """Rotated queries, and the cache with this step's keys and values, and with what policies keep of them."""
     q, kv = _rotate_and_write(heads, kv, layer, batch, num_kv_heads)
-    if batch.sparse is not None and (page_meta := batch.sparse.policies.page_meta):
+    policies = None if batch.sparse is None else batch.sparse.policies
+    if policies is not None and (page_meta := policies.page_meta):
         kv = fold(kv, layer, page_meta, heads.shape[2], batch.page_ids, batch.page_offsets)
+    if policies is not None and policies.retain:
+        kv = begin_mass(kv, layer, batch.page_ids, batch.page_offsets)
     return q, kv
 
 

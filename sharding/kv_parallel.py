@@ -45,6 +45,11 @@ def merge_over_kv(out: Float[Array, "rows N H"], lse: Float[Array, "rows N"]) ->
     return (merged / jnp.where(total == 0.0, 1.0, total)[..., None]).astype(out.dtype)
 
 
+def lse_over_kv(lse: Float[Array, "rows N"]) -> Float[Array, "rows N"]:
+    """The log-sum-exp of attention over all ranks' pages, on all of them."""
+    return lse if axis_size(AXIS) == 1 else jax.nn.logsumexp(jax.lax.all_gather(lse, AXIS), axis=0)
+
+
 def sum_over_kv(x: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
     """The sum over the ranks of `kv`, on all of them."""
     return x if axis_size(AXIS) == 1 else jax.lax.psum(x, AXIS)

@@ -54,9 +54,10 @@ def param_specs(params: Any, axes: Mapping[str, Axes]) -> Any:
 
 
 def kv_specs(kv: Any) -> Any:
-    """The specs of KV caches, by the names of their fields: k and v [L, P, page_size, K, H], meta [L, P, K, M], carry
-    [L, Z, K, C], and scales [L, K].
+    """The specs of KV caches, by the names of their fields: k and v [L, P, page_size, K, H], meta [L, P, K, M], mass
+    [L, P, K, page_size], carry [L, Z, K, C], and scales [L, K].
     """
     pages, heads = (None, "pages", None, "kv_heads", None), (None, "kv_heads")
-    own = {"k": pages, "v": pages, "meta": (None, "pages", "kv_heads", None), "carry": (None, None, "kv_heads", None)}
+    beside = (None, "pages", "kv_heads", None)
+    own = {"k": pages, "v": pages, "meta": beside, "mass": beside, "carry": (None, None, "kv_heads", None)}
     return jax.tree_util.tree_map_with_path(lambda path, _: spec_of(own.get(path[-1].name, heads)), kv)

@@ -99,9 +99,11 @@ class Reader:
         self._on_pass = on_pass
 
     def check(self, sparse: SparseAttention | None) -> None:
-        """Raises ValueError where policies do not fit the model or the page size."""
+        """Raises ValueError where policies do not fit the model or the page size, or drop tokens."""
         config = self.loaded.model.config
         if sparse is not None:
+            if sparse.drops:
+                raise ValueError(f"an evaluation takes policies that drop no tokens, got {sparse}; leave it out")
             layout = Layout(config.layer_kinds, config.num_kv_heads, 1, config.kv_head_copies)
             sparse.check(self.page_size, layout)
 

@@ -12,6 +12,7 @@ from jaxserve.config import (
     RunnerConfig,
     kv_bytes_per_token,
     resolve,
+    sparse_bytes,
     state_bytes,
 )
 from jaxserve.models import Model, ModelConfig
@@ -29,6 +30,8 @@ class Memory:
     leaf_bytes: Mapping[LeafPath, int]
     reserve_bytes: int  # that the engine leaves for activations and logits
     kv_token_bytes: int  # of the keys and values of a token, in all layers
+    sparse_page_bytes: int  # of what sparse attention keeps beside a page
+    sparse_slots_bytes: int  # of what it keeps for all slots
     scheduler: SchedulerConfig | None  # like `runner` None where weights and state leave no room for pages
     runner: RunnerConfig | None
 
@@ -40,14 +43,17 @@ class Memory:
     def state_bytes(self) -> int:
         """Of the state of all slots; 0 where no page fits beside it."""
         runner = self.runner
-        return state_bytes(runner.max_num_seqs, runner.max_pages, self.config.vocab_size) if runner else 0
+        if runner is None:
+            return 0
+        return state_bytes(runner.max_num_seqs, runner.max_pages, self.config.vocab_size) + self.sparse_slots_bytes
 
     @property
     def pool_bytes(self) -> int:
         runner = self.runner
         if runner is None:
             return 0
-        return runner.num_pages // runner.kv_parallel_size * runner.page_size * self.kv_token_bytes
+        page_bytes = runner.page_size * self.kv_token_bytes + self.sparse_page_bytes
+        return runner.num_pages // runner.kv_parallel_size * page_bytes
 
     @property
     def num_pages(self) -> int:
@@ -93,11 +99,19 @@ def memory_of(config: EngineConfig, model: Model, device: DeviceMemory) -> Memor
         scheduler, runner = resolve(config, own, params_bytes=sum(leaves.values()), device=device)
     except NoRoomError:
         scheduler = runner = None
+    sparse_page_bytes = sparse_slots_bytes = 0
+    if runner is not None:
+        sparse_page_bytes, sparse_slots_bytes = sparse_bytes(
+            config, own, device.platform, page_size=runner.page_size, max_num_seqs=runner.max_num_seqs,
+            max_pages=runner.max_pages,
+        )  # fmt: skip
     return Memory(
         config=own,
         leaf_bytes=leaves,
         reserve_bytes=device.limit_bytes - int(device.limit_bytes * config.cache.device_memory_utilization),
         kv_token_bytes=kv_bytes_per_token(own, config.kv_dtype, device.platform),
+        sparse_page_bytes=sparse_page_bytes,
+        sparse_slots_bytes=sparse_slots_bytes,
         scheduler=scheduler,
         runner=runner,
     )

@@ -18,12 +18,14 @@ from jaxserve.layers.sparse.blasst import Blasst as Blasst
 from jaxserve.layers.sparse.compact_attention import CompactAttention as CompactAttention
 from jaxserve.layers.sparse.double_sparsity import DoubleSparsity as DoubleSparsity
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill as FlashPrefill
+from jaxserve.layers.sparse.h2o import H2O as H2O
 from jaxserve.layers.sparse.hooks import (
     LayerPolicies as LayerPolicies,
     Layout as Layout,
     MaximumMeta as MaximumMeta,
     PageMeta as PageMeta,
     Policy as Policy,
+    Retain as Retain,
     Select as Select,
     SparseAttention as SparseAttention,
     TokenMeta as TokenMeta,
@@ -33,4 +35,5 @@ from jaxserve.layers.sparse.kascade import Kascade as Kascade
 from jaxserve.layers.sparse.lserve import LServe as LServe
 from jaxserve.layers.sparse.options import POLICIES as POLICIES, resolve as resolve
 from jaxserve.layers.sparse.quest import Quest as Quest
+from jaxserve.layers.sparse.snapkv import SnapKV as SnapKV
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM as StreamingLLM

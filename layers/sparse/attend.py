@@ -16,13 +16,16 @@ from jaxtyping import Float, Int
 
 from jaxserve.layers.sparse.hooks import LayerPolicies, Policy
 from jaxserve.layers.sparse.kascade import KascadeLayers
+from jaxserve.layers.sparse.mass import drop_lightest, end_prompts
 from jaxserve.layers.sparse.page_mass import page_masses
 from jaxserve.layers.sparse.selection import NO_PAGE, all_pages, select_pages, tables_of, united, with_pages_begun
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 from jaxserve.pallas_kernels.target import target_device
 
-# Of query rows to a region, and what `Policy.skip_below` says of them if it says something: output and lse
+# (query rows, region, skip_below=what `Policy.skip_below` says of them, cache=that of the layer): output and lse
 Attention = Callable[..., tuple[Array, Array]]
+# (rows, their lse, which count, cache, region)
+Draw = Callable[[Array, Array, Array, KVCache, AttentionBatch], KVCache]
 
 
 class Rows(NamedTuple):
@@ -45,9 +48,12 @@ def attend_decode(
     layer: int | Int[Array, ""],
     region: AttentionBatch,
     attention: Attention,
+    draw: Draw,
 ) -> tuple[tuple[Float[Array, "S N H"], Float[Array, "S N"]], KVCache]:
     """Attention of the decode region's rows to what the policy selects, and the cache with what it carries on."""
     assert region.max_q_len == 1
+    if policy.retain is not None and policy.retain.of_answers is not None:
+        return _attend_and_drop(policy, q, kv, layer, region.page_table, region.kv_lens, attention, draw)
     rows = Rows(q, region, jnp.arange(q.shape[0]), region.kv_lens)
     if policy.reselect == 1 and not policy.carries_over_layers:
         numbers = select_pages(policy, q, kv, layer, region.page_table, region.kv_lens)
@@ -62,19 +68,30 @@ def attend_prefill(
     kv: KVCache,
     layer: int | Int[Array, ""],
     region: AttentionBatch,
+    own: AttentionBatch,
     attention: Attention,
-    dense: Callable[[], tuple[Array, Array]],
+    draw: Draw,
 ) -> tuple[tuple[Float[Array, "T N H"], Float[Array, "T N"]], KVCache]:
     """Attention of the prefill region's rows, each under the policy for its kind of token; the rest as `attend_decode`.
 
     Rows of answers are here only when they are computed again.
 
     Args:
-        dense: attention of all rows to all that they see.
+        own: the region as it is prepared for attention of all rows to all that they see.
     """
-    out = dense() if None in policies else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
+    dense = None in policies
+    out = attention(q, own) if dense else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
+    if policies.retain is not None:
+        sequence, seen = _places(q, region)
+        assert region.prompt_lens is not None
+        prompt_lens = region.prompt_lens[sequence]
+        counts = (seen > 0) & (seen <= prompt_lens) & policies.retain.counts(seen - 1, prompt_lens)
+        kv = end_prompts(policies.retain, draw(q, out[1], counts, kv, own), layer, region)
+        attention = functools.partial(attention, cache=kv)
     for policy, rows in rows_by_policy(policies, q, region):
-        if policy.reselect == 1 and not policy.carries_over_layers:
+        if policy.retain is not None and policy.retain.of_answers is not None:
+            out, kv = _attend_and_drop_in_turn(policy, rows, kv, layer, attention, draw, out)
+        elif policy.reselect == 1 and not policy.carries_over_layers:
             out = _select_and_attend(policy, rows, kv, layer, attention, out)
         else:
             numbers, kv = select_rows(policy, rows, kv, layer, attention)
@@ -86,16 +103,66 @@ def rows_by_policy(
     policies: LayerPolicies, q: Float[Array, "T N H"], region: AttentionBatch
 ) -> Iterator[tuple[Policy, Rows]]:
     """Each policy with a prefill region's rows, of which those for other tokens see nothing."""
+    sequence, seen = _places(q, region)
+    is_answer = jnp.zeros(seen.shape, bool) if region.prompt_lens is None else seen > region.prompt_lens[sequence]
+    for policy, mine in ((policies.prefill, ~is_answer), (policies.decode, is_answer)):
+        if policy is not None:
+            yield policy, Rows(q, region, sequence, jnp.where(mine, seen, 0))
+
+
+def _places(q: Array, region: AttentionBatch) -> tuple[Array, Array]:
+    """The sequence of each row of a prefill region, and how many positions it sees, 0 for padding."""
     assert region.cu_q_lens is not None
     row = jnp.arange(q.shape[0], dtype=jnp.int32)
     last = region.kv_lens.shape[0] - 1
     sequence = jnp.minimum(jnp.searchsorted(region.cu_q_lens, row, side="right") - 1, last)
     seen = region.kv_lens[sequence] - region.cu_q_lens[sequence + 1] + row + 1
-    seen = jnp.where(row < region.cu_q_lens[-1], seen, 0)
-    is_answer = jnp.zeros(row.shape, bool) if region.prompt_lens is None else seen > region.prompt_lens[sequence]
-    for policy, mine in ((policies.prefill, ~is_answer), (policies.decode, is_answer)):
-        if policy is not None:
-            yield policy, Rows(q, region, sequence, jnp.where(mine, seen, 0))
+    return sequence, jnp.where(row < region.cu_q_lens[-1], seen, 0)
+
+
+def _attend_and_drop(
+    policy: Policy,
+    q: Array,
+    kv: KVCache,
+    layer: int | Array,
+    page_table: Array,
+    seen: Array,
+    attention: Attention,
+    draw: Draw,
+) -> tuple[tuple[Array, Array], KVCache]:
+    """Attention of one answer's row a sequence to what is kept, and the cache with what it has drawn and dropped."""
+    assert policy.retain is not None
+    assert policy.retain.of_answers is not None
+    heavy, recent = policy.retain.of_answers
+    numbers = select_pages(policy, q, kv, layer, page_table, seen)
+    tables = tables_of(numbers, page_table, seen, kv.page_size, kv.k.shape[1])
+    out, lse = attention(q, tables, cache=kv)
+    kv = draw(q, lse, seen > 0, kv, tables)
+    kv = drop_lightest(kv, layer, page_table, jnp.maximum(seen - recent, 0), seen > heavy + recent)
+    return (out, lse), kv
+
+
+def _attend_and_drop_in_turn(
+    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention, draw: Draw, out: tuple
+) -> tuple[tuple[Array, Array], KVCache]:
+    """`out` with that of answers' rows in a prefill region, and the cache: one of each sequence at a time, since what a
+    row has drawn and dropped decides what the next one reads.
+    """
+    region, num_rows = rows.region, rows.seen.shape[0]
+    assert region.cu_q_lens is not None
+    num_seqs = region.kv_lens.shape[0]
+    counts = jnp.zeros(num_seqs, jnp.int32).at[rows.sequence].add((rows.seen > 0).astype(jnp.int32))
+    first = region.cu_q_lens[1:] - counts  # an answer's rows are the last ones of its sequence
+
+    def turn(i: Array, carry: tuple) -> tuple:
+        out, kv = carry
+        row = jnp.where(i < counts, first + i, num_rows)
+        seen = jnp.where(i < counts, region.kv_lens - counts + i + 1, 0)
+        q = rows.q.at[row].get(mode="clip")
+        new, kv = _attend_and_drop(policy, q, kv, layer, region.page_table, seen, attention, draw)
+        return jax.tree.map(lambda x, y: x.at[row].set(y.astype(x.dtype), mode="drop"), out, new), kv
+
+    return jax.lax.fori_loop(0, jnp.max(counts), turn, (out, kv))
 
 
 def select_rows(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch
 
@@ -101,9 +101,32 @@ class Select(abc.ABC):
         """
 
 
+class Retain(abc.ABC):
+    """Which tokens of a sequence each KV head keeps, by their mass: the attention that they have drawn so far, summed
+    over rows and the query heads of the group. What is dropped stays dropped. For answers; rows of prompts read all.
+    """
+
+    @abc.abstractmethod
+    def counts(self, positions: Int[Array, " T"], prompt_lens: Int[Array, " T"]) -> Bool[Array, " T"]:
+        """Whether the attention of a prompt's rows at these positions counts."""
+
+    @abc.abstractmethod
+    def of_prompt(self, mass: Float[Array, "K S"], prompt_len: Int[Array, ""]) -> Bool[Array, "K S"]:
+        """What is kept of a prompt once it is written; beyond `prompt_len` neither mass nor result mean anything."""
+
+    @property
+    def of_answers(self) -> tuple[int, int] | None:
+        """How many heavy tokens and how many recent ones: then the attention of answers counts too, and after each of
+        their rows the lightest token but the recent ones is dropped where there are more than both. None: the tokens of
+        answers are kept, and drop no others.
+        """
+        return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(abc.ABC):
-    """One way to choose pages. A policy that has `page_meta` gets scores.
+    """One way to choose pages. A policy that has `page_meta` gets scores, one that has `retain` the numbers of tokens
+    that are kept.
 
     With `reselect` above 1, a row of an answer that does not select reads what the last one that did has selected, and
     all pages begun since.
@@ -138,6 +161,10 @@ class Policy(abc.ABC):
 
     @property
     def page_meta(self) -> PageMeta | None:
+        return None
+
+    @property
+    def retain(self) -> Retain | None:
         return None
 
     @property
@@ -192,7 +219,7 @@ class Policy(abc.ABC):
                 f"layers {self.layers} of {self.name} all have a sliding window, which sparse attention leaves as it "
                 f"is; give others, or leave sparse_attention out"
             )
-        if self.page_meta is not None and layout.kv_head_copies > 1:
+        if (self.page_meta is not None or self.retain is not None) and layout.kv_head_copies > 1:
             raise ValueError(
                 f"{self.name} chooses pages for all query heads of a KV head together, so tensor_parallel_size must be "
                 f"at most the number of KV heads; lower it and raise kv_parallel_size"
@@ -234,6 +261,10 @@ class LayerPolicies(NamedTuple):
     def page_meta(self) -> PageMeta | None:
         return next((policy.page_meta for policy in self if policy is not None and policy.page_meta), None)
 
+    @property
+    def retain(self) -> Retain | None:
+        return None if self.decode is None else self.decode.retain
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,8 +283,9 @@ class SparseAttention:
     None means dense attention. Layers with a sliding window stay as they are.
 
     Raises:
-        ValueError: two policies that keep different metadata of the same pages, one that reselects, for prompts, or one
-            for prompts alone, for answers.
+        ValueError: two policies that keep different metadata of the same pages; one that reselects, for prompts; one
+            for prompts alone, for answers; or one that drops tokens, for prompts, beside a policy for these, or with
+            `reselect`.
     """
 
     decode: Policy | None = None
@@ -267,6 +299,7 @@ class SparseAttention:
             raise ValueError(f"each token of a prompt selects: its reselect must be 1, got {self.prefill.reselect}")
         if self.decode is not None and self.decode.unites_rows:
             raise ValueError(f"{self.decode.name} is for prompts alone; give it as prefill, got it as decode")
+        self._check_retain()
         kept = {policy.page_meta for policy in self._policies() if policy.page_meta is not None}
         if len(kept) > 1:
             raise ValueError(f"decode and prefill must keep the same metadata of pages, got {sorted(map(repr, kept))}")
@@ -274,6 +307,25 @@ class SparseAttention:
     @property
     def page_meta(self) -> PageMeta | None:
         return LayerPolicies(self.decode, self.prefill).page_meta
+
+    def _check_retain(self) -> None:
+        dropping = next((policy for policy in self._policies() if policy.retain is not None), None)
+        if dropping is None:
+            return
+        if self.prefill is not None:
+            raise ValueError(
+                f"{dropping.name} drops tokens once a prompt is read as a whole, so prefill must be None, got "
+                f"{self.prefill!r}"
+            )
+        if dropping.reselect > 1:
+            raise ValueError(f"{dropping.name} selects nothing anew: its reselect must be 1, got {dropping.reselect}")
+
+    @property
+    def drops(self) -> bool:
+        """Whether KV heads drop tokens: then what is kept of a sequence's pages depends on all of it, and they are not
+        shared.
+        """
+        return LayerPolicies(self.decode, self.prefill).retain is not None
 
     @property
     def shares_answers(self) -> bool:

@@ -9,10 +9,12 @@ from jaxserve.layers.sparse.blasst import Blasst
 from jaxserve.layers.sparse.compact_attention import CompactAttention
 from jaxserve.layers.sparse.double_sparsity import DoubleSparsity
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill
+from jaxserve.layers.sparse.h2o import H2O
 from jaxserve.layers.sparse.hooks import Policy, SparseAttention
 from jaxserve.layers.sparse.kascade import Kascade
 from jaxserve.layers.sparse.lserve import LServe
 from jaxserve.layers.sparse.quest import Quest
+from jaxserve.layers.sparse.snapkv import SnapKV
 from jaxserve.layers.sparse.streaming_llm import StreamingLLM
 
 POLICIES: Mapping[str, type[Policy]] = {
@@ -20,9 +22,11 @@ POLICIES: Mapping[str, type[Policy]] = {
     "compact_attention": CompactAttention,
     "double_sparsity": DoubleSparsity,
     "flash_prefill": FlashPrefill,
+    "h2o": H2O,
     "kascade": Kascade,
     "lserve": LServe,
     "quest": Quest,
+    "snapkv": SnapKV,
     "streaming_llm": StreamingLLM,
 }
 PHASES = ("decode", "prefill")

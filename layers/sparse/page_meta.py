@@ -1,6 +1,7 @@
 """Metadata of pages, beside the pages: kept up when keys are written, and compared with queries."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -101,3 +102,17 @@ def page_scores(
     """
     local = page_table if axis_size(AXIS) == 1 else local_pages(page_table, meta.shape[1])
     return sum_over_kv(page_scores_kernel.page_scores(probe, meta, layer, local, num_pages))
+
+
+def of_each_page(
+    function: Callable[[Array, Array], Array],
+    kept: Float[Array, "L P K M"],
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "T max_pages"],
+    num_pages: Int[Array, " T"],
+) -> Float[Array, "T K max_pages"]:
+    """What the function gives for what is kept [T, K, pages, M] of some pages of each row's sequence, and for their
+    numbers in it [pages]: float32 [T, K, pages]. The same on all ranks of kv. Beyond `num_pages` it means nothing.
+    """
+    local = page_table if axis_size(AXIS) == 1 else local_pages(page_table, kept.shape[1])
+    return sum_over_kv(page_scores_kernel.xla.of_each_page(function, kept, layer, local, num_pages))

@@ -5,6 +5,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxserve.layers.sparse.hooks import Policy
+from jaxserve.layers.sparse.mass import kept_tokens
 from jaxserve.layers.sparse.page_meta import page_scores
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 from jaxserve.sharding.collectives import axis_size
@@ -39,6 +40,8 @@ def select_pages(
             scores = page_scores(probe, *of)
         else:
             scores = jnp.stack([page_scores(probe[:, :, i], *of) for i in range(probe.shape[2])], axis=2)
+    elif policy.retain is not None:
+        scores = kept_tokens(kv, layer, page_table, kv_lens)
     numbers = policy.select.pages(kv_lens, page_size, scores, layer)[..., : page_table.shape[1]]
     return jnp.broadcast_to(numbers, (T, K, numbers.shape[2]))
 

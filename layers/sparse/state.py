@@ -12,13 +12,14 @@ from jaxserve.pallas_kernels.paged_attention.types import KVCache
 
 
 def init_state(sparse: SparseAttention, kv: KVCache, head_dim: int, *, num_slots: int, max_pages: int) -> KVCache:
-    """The cache with room for metadata of its pages, and for what `num_slots` sequences select, as policies need it.
+    """The cache with room for metadata of its pages, for their tokens' mass, and for what `num_slots` sequences select,
+    as policies need it.
 
     Args:
         max_pages: of a sequence.
     """
     (L, P), K = kv.k.shape[:2], kv.num_heads(head_dim)
-    meta = carry = None
+    meta = carry = mass = None
     if sparse.page_meta is not None:
         size = sparse.page_meta.size(head_dim, kv.page_size)
         meta = jnp.zeros((L, P, K, size), meta_dtype(kv.k.dtype))
@@ -26,7 +27,9 @@ def init_state(sparse: SparseAttention, kv: KVCache, head_dim: int, *, num_slots
         assert sparse.decode.select is not None
         most = min(sparse.decode.select.max_pages(kv.page_size), max_pages)
         carry = jnp.full((L, num_slots, K, most), -1, jnp.int32)
-    return dataclasses.replace(kv, meta=meta, carry=carry)
+    if sparse.drops:
+        mass = jnp.zeros((L, P, K, kv.page_size), jnp.float32)
+    return dataclasses.replace(kv, meta=meta, carry=carry, mass=mass)
 
 
 def begin_step(

@@ -13,6 +13,7 @@ from jaxserve.pallas_kernels.target import target_device
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 SKIPS = "pages are skipped below a threshold by xla only"
+DROPPED = "page tables with dropped tokens are served by xla only"
 HopperWork = decode_work.Work | prefill_work.Work  # what `prepare` adds to a batch for the Hopper kernels
 
 
@@ -56,6 +57,8 @@ def paged_attention(
         assert batch.page_numbers is None
         if implementation != "xla":
             raise NotImplementedError(SKIPS)
+    if batch.by_kv_head and kv.mass is not None and implementation != "xla":
+        raise NotImplementedError(DROPPED)
     if implementation == "mosaic_gpu":
         out, lse = mosaic_gpu.paged_attention(q, kv, layer, batch, **options)
     elif implementation == "mosaic_tpu":
@@ -105,7 +108,8 @@ def _choose(q: Array, kv: KVCache, batch: AttentionBatch, *, skips: bool) -> Imp
     if best == "xla":
         return best
     kernels = mosaic_gpu if best == "mosaic_gpu" else mosaic_tpu
-    reason = SKIPS if skips else kernels.unsupported(q, kv, batch)
+    dropped = DROPPED if batch.by_kv_head and kv.mass is not None else None
+    reason = SKIPS if skips else dropped or kernels.unsupported(q, kv, batch)
     if reason:
         say_once("paged attention", reason)
     return "xla" if reason else best

@@ -28,6 +28,23 @@ def paged_attention(
     """
     if batch.by_kv_head:
         return _by_kv_head(q, kv, layer, batch, scale=scale, soft_cap=soft_cap, skip_below=skip_below)
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap, "skip_below": skip_below}
+    return _attend(q, kv, None, layer, batch, **options)  # pyright: ignore[reportArgumentType]
+
+
+def _attend(
+    q: Array,
+    kv: KVCache,
+    mass: Array | None,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    skip_below: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Without the tokens whose `mass` [L, P, page_size] is -inf."""
     queries = np.asarray(q).astype(np.float32)
     num_rows, num_heads, _ = queries.shape
     out, lse = np.zeros(queries.shape, np.float32), np.full((num_rows, num_heads), -np.inf, np.float32)
@@ -40,6 +57,10 @@ def paged_attention(
         scores = np.einsum("nh,jnh->nj", queries[row], keys) * np.float32(scale)
         if soft_cap is not None:
             scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
+        if mass is not None:
+            scores = np.where(
+                _tokens(mass, layer, batch.page_table, sequence, first, position + 1) > -np.inf, scores, -np.inf
+            )
         if skip_below is not None:
             scores = _skip_pages(scores, first, kv.page_size, float(skip_below[row]))
         largest = scores.max(axis=1, keepdims=True)
@@ -78,7 +99,8 @@ def _by_kv_head(
         k_scale, v_scale = scales
         own = KVCache(k=kv.k[..., i : i + 1, :], v=kv.v[..., i : i + 1, :], k_scale=k_scale, v_scale=v_scale)
         pages = dataclasses.replace(batch, page_table=batch.page_table[:, i], kv_lens=batch.kv_lens[:, i])
-        return paged_attention(groups[:, i], own, layer, pages, **options)  # pyright: ignore[reportArgumentType]
+        mass = None if kv.mass is None else kv.mass[:, :, i]
+        return _attend(groups[:, i], own, mass, layer, pages, sliding_window=None, **options)
 
     outs, lses = zip(*map(head, range(K)), strict=True)
     return np.concatenate(outs, axis=1), np.concatenate(lses, axis=1)
@@ -109,10 +131,14 @@ def _read(
     num_heads: int,
 ) -> np.ndarray:
     """Positions `[first, end)` of one sequence, repeated for the query heads that share them: [end - first, N, H]."""
-    pages = np.asarray(cache)[layer]
-    page_size, num_kv_heads = pages.shape[1], pages.shape[2]
-    table = np.asarray(page_table)[sequence]
-    tokens = np.stack([pages[table[j // page_size], j % page_size] for j in range(first, end)]).astype(np.float32)
+    tokens = _tokens(cache, layer, page_table, sequence, first, end)
     if scale is not None:
         tokens = tokens * np.asarray(scale)[layer][:, None]
-    return np.repeat(tokens, num_heads // num_kv_heads, axis=1)
+    return np.repeat(tokens, num_heads // tokens.shape[1], axis=1)
+
+
+def _tokens(pages: Array, layer: int, page_table: Array, sequence: int, first: int, end: int) -> np.ndarray:
+    """What pages [L, P, page_size, ...] hold of positions `[first, end)` of one sequence: [end - first, ...]."""
+    own, table = np.asarray(pages)[layer], np.asarray(page_table)[sequence]
+    page_size = own.shape[1]
+    return np.stack([own[table[j // page_size], j % page_size] for j in range(first, end)]).astype(np.float32)

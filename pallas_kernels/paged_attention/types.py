@@ -33,7 +33,9 @@ class KVCache:
 
     Sparse attention (`layers.sparse`) keeps `meta` of each page's keys, where M is up to its policy, and `carry`, which
     pages each slot's sequence selected last: their numbers in it, ascending, then -1. Within a step `chosen` has those
-    that the last layer that chose has chosen for each decode row and each prefill row.
+    that the last layer that chose has chosen for each decode row and each prefill row. Where it drops tokens, `mass` is
+    the attention that each has drawn since its key was written, summed over rows and the query heads of the group; -inf
+    says that the KV head has dropped it: then tables for each KV head pass it over, others read it still.
     """
 
     k: Array  # [L, P, page_size, K, H]
@@ -43,6 +45,7 @@ class KVCache:
     meta: Array | None = None  # [L, P, K, M]
     carry: Array | None = None  # i32 [L, Z, K, C]
     chosen: tuple[Array, Array] | None = None  # i32 [B, K, C] and [T, K, C]
+    mass: Array | None = None  # f32 [L, P, K, page_size]
 
     @classmethod
     def zeros(
@@ -93,8 +96,8 @@ class AttentionBatch:
     there row `s * max_q_len + j` belongs to s, and a padding sequence has kv_len 0.
 
     A decode region with one row a sequence may have a table for each KV head (`layers.sparse`): `page_table`
-    [S, K, max_pages] and `kv_lens` [S, K]. Then a row sees, with the heads of each group, all tokens of these pages;
-    only the last one may be part full.
+    [S, K, max_pages] and `kv_lens` [S, K]. Then a row sees, with the heads of each group, all tokens of these pages
+    that the KV head has not dropped; only the last page may be part full.
     """
 
     page_table: Array  # i32 [S, max_pages], ids of all ranks' pages, or of this rank's once prepared

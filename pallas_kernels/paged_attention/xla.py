@@ -6,6 +6,7 @@ data, so the width of the page table costs nothing. The decode region is cut int
 the prefill region into tiles of consecutive tokens of one sequence. Loops run over the groups and tiles that exist.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCach
 NOTHING = -1e30  # score of what a row must not see; finite, so that exp(NOTHING - NOTHING) is not NaN
 
 
-class _Reader(NamedTuple):
+class Reader(NamedTuple):
     """What every tile of one call shares."""
 
     kv: KVCache
@@ -41,7 +42,7 @@ def paged_attention(
     skip_below: Array | None = None,  # f32 [rows]
 ) -> tuple[Array, Array]:
     """Output `[rows, N, H]` in q.dtype and float32 log-sum-exp `[rows, N]`; see the package's `paged_attention`."""
-    reader = _Reader(kv, layer, batch, scale, sliding_window, soft_cap)
+    reader = Reader(kv, layer, batch, scale, sliding_window, soft_cap)
     H = q.shape[2]
     heads = q.reshape(q.shape[0], kv.num_heads(H), -1, H)
     region = _decode if batch.cu_q_lens is None else _prefill
@@ -49,7 +50,7 @@ def paged_attention(
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:2])
 
 
-def _decode(q: Array, below: Array | None, reader: _Reader) -> tuple[Array, Array]:
+def _decode(q: Array, below: Array | None, reader: Reader) -> tuple[Array, Array]:
     """q [B * max_q_len, K, G, H], below [B * max_q_len]."""
     rows, K, G, H = q.shape
     B, Q = reader.batch.kv_lens.shape[0], reader.batch.max_q_len
@@ -71,27 +72,20 @@ def _decode(q: Array, below: Array | None, reader: _Reader) -> tuple[Array, Arra
     return out.reshape(rows, K, G, H), lse.reshape(rows, K, G)
 
 
-def _prefill(q: Array, below: Array | None, reader: _Reader) -> tuple[Array, Array]:
+def _prefill(q: Array, below: Array | None, reader: Reader) -> tuple[Array, Array]:
     """q [T, K, G, H], packed, below [T].
 
     Tiles come in the order of their rows. One that reaches past its sequence's end leaves zeros in rows of the next
     sequence, whose own tiles come later and overwrite them.
     """
-    T, batch = q.shape[0], reader.batch
-    assert batch.cu_q_lens is not None
+    T = q.shape[0]
     size = prefill_tile(T)
-    starts, q_lens = batch.cu_q_lens[:-1], jnp.diff(batch.cu_q_lens)
-    num_tiles = -(-q_lens // size)
-    ends = jnp.cumsum(num_tiles)  # of each sequence in the list of tiles
+    num_tiles, place_of = prefill_tiles(reader.batch, size)
     padded = jnp.pad(q, ((0, size), (0, 0), (0, 0), (0, 0)))
     below = None if below is None else jnp.pad(below, (0, size))
 
     def tile(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        s = jnp.searchsorted(ends, i, side="right")
-        first = (i - (ends[s] - num_tiles[s])) * size  # in the sequence's rows
-        row = first + jnp.arange(size)
-        positions = jnp.where(row < q_lens[s], batch.kv_lens[s] - q_lens[s] + row, -1)
-        start = starts[s] + first
+        s, start, positions = place_of(i)
         mine = jax.lax.dynamic_slice_in_dim(padded, start, size).transpose(1, 0, 2, 3)[None]
         own = None if below is None else jax.lax.dynamic_slice_in_dim(below, start, size)[None]
         out, lse = _tile(mine, positions[None, None], own, s[None], reader)
@@ -99,11 +93,29 @@ def _prefill(q: Array, below: Array | None, reader: _Reader) -> tuple[Array, Arr
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), carry, new)
 
     empty = (jnp.zeros(padded.shape, jnp.float32), jnp.full(padded.shape[:-1], -jnp.inf, jnp.float32))
-    out, lse = jax.lax.fori_loop(0, ends[-1], tile, empty)
+    out, lse = jax.lax.fori_loop(0, num_tiles, tile, empty)
     return out[:T], lse[:T]
 
 
-def _tile(q: Array, positions: Array, below: Array | None, sequences: Array, reader: _Reader) -> tuple[Array, Array]:
+def prefill_tiles(batch: AttentionBatch, size: int) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
+    """The number of tiles of a prefill region, and of each its sequence, its first row and its positions [size], -1
+    past the sequence's end.
+    """
+    assert batch.cu_q_lens is not None
+    starts, q_lens = batch.cu_q_lens[:-1], jnp.diff(batch.cu_q_lens)
+    num_tiles = -(-q_lens // size)
+    ends = jnp.cumsum(num_tiles)  # of each sequence in the list of tiles
+
+    def place_of(i: Array) -> tuple[Array, Array, Array]:
+        s = jnp.searchsorted(ends, i, side="right")
+        first = (i - (ends[s] - num_tiles[s])) * size  # in the sequence's rows
+        row = first + jnp.arange(size)
+        return s, starts[s] + first, jnp.where(row < q_lens[s], batch.kv_lens[s] - q_lens[s] + row, -1)
+
+    return ends[-1], place_of
+
+
+def _tile(q: Array, positions: Array, below: Array | None, sequences: Array, reader: Reader) -> tuple[Array, Array]:
     """Attention of query rows to the pages of their sequences.
 
     Args:
@@ -113,31 +125,15 @@ def _tile(q: Array, positions: Array, below: Array | None, sequences: Array, rea
         Output [W, K, Q, G, H] and log-sum-exp [W, K, Q, G], float32.
     """
     W, K, Q, G, H = q.shape
-    block = kv_block(W, Q, reader.kv.page_size)
-    first, num_blocks = _visible_blocks(positions.reshape(W, -1), reader.sliding_window, block)
-    kv_lens = reader.batch.kv_lens[sequences].reshape(W, -1)  # [W, 1 or K]
-    if reader.batch.own_lens is not None:
-        kv_lens = reader.batch.own_lens[sequences][:, None]
-        first, num_blocks = jnp.zeros_like(first), jnp.max(-(-kv_lens // block))
-    dtype = matmul_dtype(Q * G, q.dtype)
+    walk = walk_of(q, positions, sequences, reader)
+    kv_lens = reader.batch.kv_lens if reader.batch.own_lens is None else reader.batch.own_lens
+    kv_lens = kv_lens[sequences].reshape(W, -1)  # [W, 1 or K]
     scales = reader.kv.layer_scales(reader.layer)
-    k_scale, v_scale = (1.0, 1.0) if scales is None else (scale[None, :, None, None] for scale in scales)
-    q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * (reader.scale * k_scale)).astype(dtype)
-    row_position = jnp.repeat(positions, G, axis=2)[..., None]  # [W, 1 or K, Q * G, 1]
+    v_scale = 1.0 if scales is None else scales[1][None, :, None, None]
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
-        at = (first + i)[:, None] * block + jnp.arange(block)[None]  # [W, block], slots in the sequences' tables
-        slots = _slots(sequences, at, reader)
-        k = _gather(reader.kv.k, slots, (K, H)).astype(dtype)
-        scores = jnp.einsum("wkrh,wkjh->wkrj", q, k, preferred_element_type=jnp.float32)
-        if reader.soft_cap is not None:
-            scores = reader.soft_cap * jnp.tanh(scores / reader.soft_cap)
-        distance = row_position - _positions(sequences, at, reader)[:, None, None, :]
-        visible = distance >= 0
-        if reader.sliding_window is not None:
-            visible &= distance < reader.sliding_window
-        scores = jnp.where(visible, scores, NOTHING)
+        scores, at, slots = block_scores(walk, i, reader)
         if below is not None:
             scores = _without_skipped(scores, top, jnp.repeat(below, G, axis=1)[:, None], reader.kv.page_size)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
@@ -145,13 +141,15 @@ def _tile(q: Array, positions: Array, below: Array | None, sequences: Array, rea
         decay = jnp.exp(top - new_top)
         # Slots past the end may hold anything, NaN too, and 0 * NaN is NaN
         written = at[:, None] < kv_lens[..., None]
+        dtype = walk.q.dtype
         v = _gather(reader.kv.v, slots, (K, H)).astype(dtype)
         v = jnp.where(written[..., None], v, jnp.zeros((), dtype))
         new = jnp.einsum("wkrj,wkjh->wkrh", p.astype(dtype), v, preferred_element_type=jnp.float32)
         return acc * decay[..., None] + new, new_top, total * decay + jnp.sum(p, axis=-1)
 
-    zero = jnp.zeros(q.shape[:-1], jnp.float32)
-    acc, top, total = jax.lax.fori_loop(0, num_blocks, body, (jnp.zeros(q.shape, jnp.float32), zero + NOTHING, zero))
+    zero = jnp.zeros(walk.q.shape[:-1], jnp.float32)
+    start = (jnp.zeros(walk.q.shape, jnp.float32), zero + NOTHING, zero)
+    acc, top, total = jax.lax.fori_loop(0, walk.num_blocks, body, start)
     empty = top == NOTHING
     out = jnp.where(empty[..., None], 0.0, v_scale * acc / jnp.where(empty, 1.0, total)[..., None])
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
@@ -167,6 +165,59 @@ def _without_skipped(scores: Array, top: Array, below: Array, page_size: int) ->
     return jnp.where(skips[..., None], NOTHING, pages).reshape(scores.shape)
 
 
+class Walk(NamedTuple):
+    """A tile's way over the blocks of keys that it sees."""
+
+    q: Array  # [W, K, Q * G, H], scaled, in the dtype of the matmuls
+    positions: Array  # i32 [W, 1 or K, Q * G], of the rows
+    sequences: Array  # i32 [W]
+    first: Array  # i32 [W], block of each sequence
+    num_blocks: Array  # i32 []
+    block: int  # positions
+
+
+def walk_of(q: Array, positions: Array, sequences: Array, reader: Reader) -> Walk:
+    """The arguments are those of `_tile`."""
+    W, K, Q, G, H = q.shape
+    block = kv_block(W, Q, reader.kv.page_size)
+    first, num_blocks = _visible_blocks(positions.reshape(W, -1), reader.sliding_window, block)
+    if reader.batch.own_lens is not None:
+        first = jnp.zeros_like(first)
+        own_lens = jnp.where(num_blocks > 0, reader.batch.own_lens[sequences], 0)
+        num_blocks = jnp.max(-(-own_lens // block))
+    scales = reader.kv.layer_scales(reader.layer)
+    k_scale = 1.0 if scales is None else scales[0][None, :, None, None]
+    q = (q.reshape(W, K, Q * G, H).astype(jnp.float32) * (reader.scale * k_scale)).astype(matmul_dtype(Q * G, q.dtype))
+    return Walk(q, jnp.repeat(positions, G, axis=2), sequences, first, num_blocks, block)
+
+
+def block_scores(walk: Walk, i: Array, reader: Reader) -> tuple[Array, Array, Array]:
+    """Scores in the i-th block of each sequence, float32 [W, K, Q * G, block], NOTHING where a row sees nothing; the
+    block's slots in the sequences' tables, i32 [W, block], and in the cache, [W, 1 or K, block].
+    """
+    _, K, _, H = walk.q.shape
+    at = (walk.first + i)[:, None] * walk.block + jnp.arange(walk.block)[None]
+    slots = _slots(walk.sequences, at, reader)
+    k = _gather(reader.kv.k, slots, (K, H)).astype(walk.q.dtype)
+    scores = jnp.einsum("wkrh,wkjh->wkrj", walk.q, k, preferred_element_type=jnp.float32)
+    if reader.soft_cap is not None:
+        scores = reader.soft_cap * jnp.tanh(scores / reader.soft_cap)
+    distance = walk.positions[..., None] - _positions(walk.sequences, at, reader)[:, None, None, :]
+    visible = distance >= 0
+    if reader.sliding_window is not None:
+        visible &= distance < reader.sliding_window
+    if reader.kv.mass is not None and reader.batch.by_kv_head:
+        page_size = reader.kv.page_size
+        mass = reader.kv.mass.reshape(-1, page_size).at[page_rows(slots, K, page_size)].get(mode="promise_in_bounds")
+        visible &= (mass.reshape(*mass.shape[:2], -1) > -jnp.inf)[:, :, None]
+    return jnp.where(visible, scores, NOTHING), at, slots
+
+
+def page_rows(slots: Array, num_kv_heads: int, page_size: int) -> Array:
+    """Rows of an array [L, P, K, page_size] seen as [L * P * K, page_size], for a block's slots: i32 [W, K, pages]."""
+    return slots[..., ::page_size] // page_size * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
+
+
 def _visible_blocks(positions: Array, window: int | None, block: int) -> tuple[Array, Array]:
     """The first block that each sequence of a tile sees [W], and how many the tile must walk."""
     last = jnp.max(positions, axis=1)
@@ -175,7 +226,7 @@ def _visible_blocks(positions: Array, window: int | None, block: int) -> tuple[A
     return first, jnp.max(jnp.where(last < 0, 0, last // block + 1 - first))
 
 
-def _positions(sequences: Array, at: Array, reader: _Reader) -> Array:
+def _positions(sequences: Array, at: Array, reader: Reader) -> Array:
     """Positions in their sequences of the slots [W, block] of their tables; none for slots past the last."""
     numbers, lens, page_size = reader.batch.page_numbers, reader.batch.own_lens, reader.kv.page_size
     if numbers is None or lens is None:
@@ -184,7 +235,7 @@ def _positions(sequences: Array, at: Array, reader: _Reader) -> Array:
     return jnp.where(at < lens[sequences][:, None], page * page_size + at % page_size, jnp.iinfo(jnp.int32).max)
 
 
-def _slots(sequences: Array, at: Array, reader: _Reader) -> Array:
+def _slots(sequences: Array, at: Array, reader: Reader) -> Array:
     """Positions of the cache seen as [L * P * page_size, ...], for slots [W, block]: i32 [W, 1 or K, block]."""
     P, page_size = reader.kv.k.shape[1:3]
     table = reader.batch.page_table

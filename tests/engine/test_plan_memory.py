@@ -20,6 +20,8 @@ CASES = [  # the sizes divide neither heads nor rows
     ("sliding", 2, 1, {"dtype": "bfloat16"}),
     ("experts", 1, 4, {}),
     ("experts", 8, 1, {"kv_cache_dtype": "fp8"}),
+    ("dense", 2, 1, {"sparse_attention": {"policy": "lserve", "budget": 24, "parts": 2}}),
+    ("dense", 2, 3, {"sparse_attention": {"policy": "h2o", "heavy": 8, "recent": 8}}),
 ]
 
 
@@ -41,8 +43,10 @@ def test_a_plan_weighs_what_the_engine_holds(tmp_path, name, kv, tp, options):
     with LLM(model, **options) as llm:
         core = llm.llm_engine.core
         runner, pool = core.runner, core.scheduler.pool
-        state = jax.tree.leaves((runner.device._sequences, runner.device._sampling))
-        pages = [leaf for leaf in jax.tree.leaves(runner.device.kv) if leaf.ndim == 5]
+        caches = runner.device.kv.values()
+        carried = [kv.carry for kv in caches]
+        state = jax.tree.leaves((runner.device._sequences, runner.device._sampling, carried))
+        pages = jax.tree.leaves([(kv.k, kv.v, kv.meta, kv.mass) for kv in caches])
         for device in jax.devices()[: kv * tp]:
             assert held(jax.tree.leaves(runner.device.params), device) == planned.weights_bytes
             assert held(pages, device) == planned.pool_bytes

@@ -15,6 +15,7 @@ from meshes import DENSE, MODELS, folder_of
 from jaxserve import LLM, EngineDeadError, SamplingParams, cli
 from jaxserve.config import EngineConfig
 from jaxserve.layers.sparse import (
+    H2O,
     POLICIES as POLICY_KINDS,
     Blasst,
     CompactAttention,
@@ -23,6 +24,7 @@ from jaxserve.layers.sparse import (
     Kascade,
     LServe,
     Quest,
+    SnapKV,
     SparseAttention,
     StreamingLLM,
 )
@@ -64,6 +66,9 @@ SKIP = SparseAttention(
 LABELS = SparseAttention(
     decode=DoubleSparsity(budget=24, channels=tuple(tuple((h, 7 - h) for h in range(3)) for _ in range(2)))
 )
+HEAVY = SparseAttention(decode=H2O(heavy=12, recent=8))
+VOTED = SparseAttention(decode=SnapKV(budget=20, window=6, kernel_size=3, layers=(1, None)))
+DROPPING = {"heavy": HEAVY, "voted": VOTED}
 POLICIES = {
     "compact": COMPACT,
     "labels": LABELS,
@@ -75,8 +80,9 @@ POLICIES = {
     "both": BOTH,
     "same": SAME,
     "seldom": SELDOM,
+    **DROPPING,
 }
-FAST = ("both", "compact", "flash", "seldom")
+FAST = ("both", "compact", "flash", "seldom", "heavy")
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(3, 300, n).tolist() for n in (100, 71, 80)]
 PROMPTS.append(PROMPTS[0][:50] + PROMPTS[1][:20])  # shares a prefix
@@ -188,12 +194,14 @@ def test_prompts_may_pass_the_layers_one_by_one(start, alone, name, monkeypatch)
         Blasst(threshold_scale_factor=0),
         dataclasses.replace(FOLLOWS, percent=100),
         dataclasses.replace(FOLLOWS, percent=100, anchors=(0, 1)),
+        H2O(heavy=80, recent=80),
+        SnapKV(budget=160),
     ],
     ids=str,
 )
 def test_a_policy_that_selects_all_pages_is_dense(start, alone, policy):
-    prefill = dataclasses.replace(policy, reselect=1)
-    for sparse in (policy, SparseAttention(decode=policy, prefill=prefill)):
+    of_both = [] if policy.retain else [SparseAttention(decode=policy, prefill=dataclasses.replace(policy, reselect=1))]
+    for sparse in (policy, *of_both):
         assert run(start(sparse)) == alone(None)
 
 
@@ -213,6 +221,8 @@ MESHES = [
     (LABELS, 4, 1),
     (SKIP, 1, 3),
     (FOLLOWING, 4, 1),
+    (HEAVY, 2, 3),
+    (VOTED, 4, 1),
 ]
 
 
@@ -271,6 +281,36 @@ def test_shared_pages_keep_their_metadata_and_others_forget_them(alone, crowded)
     assert run(llm) == alone(SELDOM)
 
 
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.full) for n in DROPPING])
+def test_an_answer_that_is_computed_again_drops_what_it_dropped(alone, crowded, name, monkeypatch):
+    """As part of a prompt it would say something else."""
+    llm = crowded(POLICIES[name])
+    pack = llm.llm_engine.core.runner._pack
+
+    def all_prompt(plan, shape):
+        ints = pack(plan, shape)
+        lens = ints[len(ints) - shape.prefill_seqs :]
+        lens[: len(plan.prefill)] = [row.request.num_tokens for row in plan.prefill]
+        return ints
+
+    monkeypatch.setattr(llm.llm_engine.core.runner, "_pack", all_prompt)
+    assert run(llm) != alone(POLICIES[name])
+    monkeypatch.undo()
+    assert run(llm) == alone(POLICIES[name])
+
+
+def test_pages_of_sequences_that_drop_tokens_are_not_shared(alone, crowded):
+    """Neither prompts nor answers: a second request computes all of its prompt, and says what it says alone."""
+    llm = crowded(HEAVY)
+    scheduler = llm.llm_engine.core.scheduler
+    assert run(llm, PROMPTS[:1] * 2) == alone(HEAVY)[:1] * 2
+    assert scheduler.pool.num_cached == 0
+    assert llm.get_metrics()["jaxserve:prefix_cache_hits"] == 0
+    params = dataclasses.replace(GREEDY, n=2)
+    (found,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert [output.token_ids for output in found.outputs] == alone(HEAVY)[:1] * 2
+
+
 BAD = [
     ("magic", r"must name a policy among \['.*'lserve', 'quest',.*'streaming_llm'\], or be one or None, got 'magic'"),
     (7, "must name a policy among .*, got 7"),
@@ -326,6 +366,7 @@ BAD = [
         {"policy": "lserve", "budget": 16, "streaming_heads": [[1, 2]]},
         "budget of LServe must hold 3 pages of 8 tokens, got 16",
     ),
+    ({"prefill": "snapkv"}, "SnapKV drops tokens once a prompt is read as a whole, so prefill must be None"),
     ("quest", r"layers of Quest must lie within the model's 2, got \(2, None\)"),
     ({"policy": "quest", "layers": [0, 3]}, r"must lie within the model's 2, got \(0, 3\)"),
 ]
@@ -342,9 +383,10 @@ def test_streaming_heads_are_refused_where_ranks_share_out_the_heads(start):
         start(HALVES, tensor_parallel_size=3)
 
 
-def test_more_ranks_of_tp_than_kv_heads_are_refused_where_heads_are_scored(start):
+@pytest.mark.parametrize("policy", [QUEST, H2O()], ids=str)
+def test_more_ranks_of_tp_than_kv_heads_are_refused_where_heads_are_scored(start, policy):
     with pytest.raises(ValueError, match="tensor_parallel_size must be at most the number of KV heads"):
-        start(QUEST, tensor_parallel_size=6)
+        start(policy, tensor_parallel_size=6)
 
 
 def test_steps_must_hold_a_page_of_a_prompt_beside_all_answers_where_rows_are_united(start):
