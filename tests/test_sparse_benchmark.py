@@ -16,9 +16,12 @@ def test_rows_of_a_shape_and_one_that_fails_does_not_lose_the_others():
         raise RuntimeError("no such card")
 
     makers = [*sparse.shape_rows(TINY, (4.0, 5.0), calls=4)]
-    rows, failures = sparse.collect([makers[0], broken, makers[3 if sparse.flashinfer else 2]])
-    assert [row.name for row in rows] == ["sparse_quest_2x512", "sparse_quest_every_4_2x512"]
-    assert all(row.value > 0 and row.peer and row.target == 4.0 for row in rows)
+    each = len(makers) // len(sparse.policies(1024))
+    rows, failures = sparse.collect([makers[0], broken, makers[2 * each - 1], makers[2 * each]])
+    names = ["sparse_quest_2x512", "sparse_quest_every_4_2x512_selection", "sparse_streaming_llm_2x512"]
+    assert [row.name for row in rows] == names
+    assert all(row.value > 0 and row.peer and row.target == 4.0 for row in (rows[0], rows[2]))
+    assert (rows[1].target, rows[1].peer) == (0.1, None)
     assert failures == ["RuntimeError: no such card"]
 
 
