@@ -75,7 +75,11 @@ def sequences(shape: shapes.Decode, policy: Policy) -> Sequences:
         prompt_lens=jnp.zeros(shape.batch, jnp.int32),
     )
     q = jax.random.normal(jax.random.key(2), (shape.batch, shape.num_heads, H), jnp.bfloat16)
-    return Sequences(q, kv, region)
+    given = Sequences(q, kv, region)
+    if kv.carry is None:
+        return given
+    carry = jax.jit(functools.partial(numbers, policy))(given)[None]  # else the first steps would read nothing
+    return dataclasses.replace(given, kv=dataclasses.replace(kv, carry=carry))
 
 
 def attend(policy: Policy, q: Array, kv: KVCache, region: AttentionBatch) -> tuple[Array, KVCache]:
@@ -105,11 +109,15 @@ def sparse_s(shape: shapes.Decode, policy: Policy, *, calls: int = CALLS) -> flo
     return timed(lambda: run(given.q, kv, given.region, given.kv.carry), jax.block_until_ready) / calls
 
 
+def numbers(policy: Policy, given: Sequences) -> Array:
+    """Of the pages that the policy selects."""
+    region = given.region
+    return select_pages(policy, given.q, given.kv, jnp.int32(0), region.page_table, region.kv_lens)
+
+
 def tables(policy: Policy, given: Sequences) -> AttentionBatch:
-    """What the policy selects."""
     region, kv = given.region, given.kv
-    numbers = select_pages(policy, given.q, kv, jnp.int32(0), region.page_table, region.kv_lens)
-    return tables_of(numbers, region.page_table, region.kv_lens, kv.page_size, kv.k.shape[1])
+    return tables_of(numbers(policy, given), region.page_table, region.kv_lens, kv.page_size, kv.k.shape[1])
 
 
 def selected_s(shape: shapes.Decode, policy: Policy, *, calls: int = CALLS) -> float:
