@@ -166,11 +166,16 @@ def _attend_and_drop_in_turn(
 
 
 def select_rows(
-    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention
+    policy: Policy, rows: Rows, kv: KVCache, layer: int | Array, attention: Attention | None = None
 ) -> tuple[Array, KVCache]:
-    """Numbers of the pages that rows read [T, K, C], and the cache with what is carried on."""
+    """Numbers of the pages that rows read [T, K, C], and the cache with what is carried on.
+
+    Args:
+        attention: where layers choose by it.
+    """
     period, seen = policy.reselect, rows.seen
     if policy.carries_over_layers:
+        assert attention is not None
         return _choose_or_follow(policy, rows, kv, layer, attention)
     if period == 1:
         return _select_where(seen > 0, policy, rows, kv, layer), kv

@@ -180,12 +180,12 @@ class Policy(abc.ABC):
 
     @property
     def carries_over_layers(self) -> bool:
-        """Whether layers read what earlier ones chose in the same step. Then `parts` say what it does in which layers:
+        """Whether layers read what earlier ones chose in the same step. Then `by_layers` says what it does in which layers:
         policies with `chooses`, `reads_all` and `follows`, as `kascade` has them.
         """
         return False
 
-    def parts(self) -> "Iterator[Part]":
+    def by_layers(self) -> "Iterator[Part]":
         """What holds in which layers."""
         yield Part(*self.layers, self)
 
@@ -348,7 +348,7 @@ class SparseAttention:
 
     def segments(self, lo: int, hi: int) -> Iterator[tuple[int, int, LayerPolicies | None]]:
         """Layers `[lo, hi)` cut where policies begin or end, each piece with what holds there."""
-        parts = [[] if policy is None else list(policy.parts()) for policy in (self.decode, self.prefill)]
+        parts = [[] if policy is None else list(policy.by_layers()) for policy in (self.decode, self.prefill)]
         ends = (end for part in itertools.chain(*parts) for end in part[:2] if end is not None and lo < end < hi)
         for first, last in itertools.pairwise(sorted({lo, *ends, hi})):
             held = LayerPolicies(*(next((p.policy for p in own if p.holds_in(first)), None) for own in parts))

@@ -94,7 +94,7 @@ class Kascade(Policy):
     def carries_over_layers(self) -> bool:
         return True
 
-    def parts(self) -> Iterator[Part]:
+    def by_layers(self) -> Iterator[Part]:
         for anchor, end in itertools.zip_longest(self.anchors, self.anchors[1:]):
             yield Part(anchor, anchor + 1, KascadeLayers(whole=self, chooses=True, reads_all=anchor == 0))
             if end != anchor + 1:

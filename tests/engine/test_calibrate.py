@@ -151,9 +151,7 @@ def test_the_commands_of_the_documentation_calibrate_and_use_it(tiny_model, load
     assert json.loads(written)["policy"] == "double_sparsity"
     anchored = [*command[:-1], "anchors.json", "--policy", "kascade", "--num-anchors", "2"]
     assert cli.run(anchored) == 0
-    policy = EngineConfig.of(
-        model=tiny_model, sparse_attention=Path("anchors.json").read_text("utf-8")
-    ).runtime.sparse.decode
+    policy = resolve(Path("anchors.json").read_text(encoding="utf-8")).decode
     assert isinstance(policy, Kascade)
     assert (len(policy.anchors), len(policy.heads)) == (2, loaded.model.config.num_layers)
     capsys.readouterr()

@@ -51,7 +51,7 @@ def attention(kv, q, region, below=None):
 @functools.partial(jax.jit, static_argnums=0)
 def run(policy, q, kv, batch, layer):
     """What the parts of the policy give decode rows: in the first layer, an anchor, and layer `layer` after it."""
-    first, anchor, after = (part.policy for part in policy.parts())
+    first, anchor, after = (part.policy for part in policy.by_layers())
     kv = begin_step(
         SparseAttention(decode=policy), kv, H, num_decode=NUM_SEQS, num_prefill=0, max_pages=batch.page_table.shape[1]
     )
@@ -108,7 +108,7 @@ def test_the_ranks_of_kv_choose_together_what_one_device_chooses():
 
 def test_parts_cover_all_layers():
     policy = Kascade(anchors=(0, 1, 4), heads=((0,),) * 6)
-    parts = [(part.first, part.last, part.policy.chooses, part.policy.reads_all) for part in policy.parts()]
+    parts = [(part.first, part.last, part.policy.chooses, part.policy.reads_all) for part in policy.by_layers()]
     assert parts == [
         (0, 1, True, True),
         (1, 2, True, False),
