@@ -13,7 +13,8 @@ from jaxserve import weights
 from jaxserve.evaluation import retrieval
 from jaxserve.evaluation.speed import seconds_per_token
 from jaxserve.evaluation.tasks import TASKS, Sample, Task
-from jaxserve.evaluation.watch import NO_SHARES, Prompt, Reader, Watched, mean_shares, needs_own_prompt
+from jaxserve.evaluation.watch import Prompt, Reader, needs_own_prompt
+from jaxserve.evaluation.watched import NO_SHARES, Watched, mean_shares
 from jaxserve.layers.sparse import SparseAttention
 from jaxserve.tokenizer import Tokenizer
 
@@ -53,11 +54,6 @@ class _Row:
 
     def add(self, name: str, found: Watched) -> None:
         self.shares[name] = self.shares.get(name, NO_SHARES) + found.shares
-
-
-def task_names(model: str) -> list[str]:
-    """The tasks that there are for a model."""
-    return list(retrieval.TASKS if model == retrieval.RETRIEVAL_MODEL else TASKS)
 
 
 def compare(
