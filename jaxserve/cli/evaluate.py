@@ -78,13 +78,16 @@ def evaluate(
 
 
 def columns(rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Prints a table with a line for each row."""
+    """Prints a table with a line for each row. Where it is too wide, names are broken but no numbers are."""
     from rich.console import Console
     from rich.table import Column, Table
 
-    grid = Table(Column("policy", no_wrap=True), *list(rows[0])[1:], title=title, title_justify="left")
-    for row in rows:
-        grid.add_row(*(readable(value) for value in row.values()))
+    cells = [{name: readable(value) for name, value in row.items()} for row in rows]
+    widths = {name: max(len(row[name]) for row in cells) for name in cells[0] if name != "policy"}
+    grid = Table("policy", *(Column(name, min_width=width) for name, width in widths.items()), title=title)
+    grid.title_justify = "left"
+    for row in cells:
+        grid.add_row(*row.values())
     Console().print(grid)
 
 
