@@ -78,13 +78,17 @@ def evaluate(
 
 
 def columns(rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Prints a table with a line for each row."""
+    """Prints a table with a line for each row. Where it is too wide, names are broken but no numbers are."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Column, Table
 
-    grid = Table(Column("policy", no_wrap=True), *list(rows[0])[1:], title=title, title_justify="left")
-    for row in rows:
-        grid.add_row(*(readable(value) for value in row.values()))
+    cells = [{name: readable(value) for name, value in row.items()} for row in rows]
+    widths = {name: max(len(row[name]) for row in cells) for name in cells[0] if name != "policy"}
+    numbers = (Column(name, min_width=width, overflow="fold") for name, width in widths.items())
+    grid = Table(Column("policy", overflow="fold"), *numbers, title=title, title_justify="left", box=SIMPLE_HEAD)
+    for row in cells:
+        grid.add_row(*row.values())
     Console().print(grid)
 
 

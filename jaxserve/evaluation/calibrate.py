@@ -111,11 +111,9 @@ def changed(seen: Seen) -> float:
 def pass_over(loaded: LoadedModel, token_ids: Sequence[int]) -> Iterator[Seen]:
     """Each layer without a sliding window."""
     model, params = loaded.model, loaded.params
-    num_tokens = len(token_ids)
-    places = {"size": num_tokens, "page_size": PAGE_SIZE, "num_pages": -(-num_tokens // PAGE_SIZE)}
-    batch = as_batch(token_ids, start=0, num_prompt=num_tokens, **places)
+    batch, num_pages = as_batch(token_ids, len(token_ids), PAGE_SIZE)
     dtype = params["final_norm"].dtype
-    kv = init_kv_cache(model.config, num_pages=places["num_pages"] + 1, page_size=PAGE_SIZE, dtype=dtype)
+    kv = init_kv_cache(model.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=dtype)
     x = model.embed(params, batch.token_ids)
     for i, kind in enumerate(model.layer_kinds):
         index = np.int32(model.layer_kinds[:i].count(kind))

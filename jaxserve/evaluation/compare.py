@@ -13,7 +13,8 @@ from jaxserve import weights
 from jaxserve.evaluation import retrieval
 from jaxserve.evaluation.speed import seconds_per_token
 from jaxserve.evaluation.tasks import TASKS, Sample, Task
-from jaxserve.evaluation.watch import NO_SHARES, Prompt, Reader, Watched, mean_shares, needs_own_prompt
+from jaxserve.evaluation.watch import Prompt, Reader, needs_own_prompt
+from jaxserve.evaluation.watched import NO_SHARES, Watched, mean_shares
 from jaxserve.layers.sparse import SparseAttention
 from jaxserve.tokenizer import Tokenizer
 
@@ -53,11 +54,6 @@ class _Row:
 
     def add(self, name: str, found: Watched) -> None:
         self.shares[name] = self.shares.get(name, NO_SHARES) + found.shares
-
-
-def task_names(model: str) -> list[str]:
-    """The tasks that there are for a model."""
-    return list(retrieval.TASKS if model == retrieval.RETRIEVAL_MODEL else TASKS)
 
 
 def compare(
@@ -111,25 +107,15 @@ def compare(
     told = None if text is None else _end_of(loaded.tokenizer, text, num_tokens)
     texts = [*([] if told is None else [told]), *(each for some in samples.values() for each in some)]
     progress.total = sum(_passes(reader, list(found), each) for each in texts)
-
-    def each_policy(text: Text) -> Iterator[tuple[_Row, Prompt]]:
-        shared = reader.read(text.token_ids)
-        for sparse, row in found.items():
-            own = needs_own_prompt(sparse)
-            prompt = reader.read(text.token_ids, sparse) if own else reader.under(shared, sparse)
-            if speed and row.seconds is None:
-                row.seconds = seconds_per_token(reader, prompt)
-            yield row, prompt
-
     if told is not None:
         (answer,) = told.answers
-        for row, prompt in each_policy(told):
+        for row, prompt in _under_each(reader, found, told, speed):
             row.told = reader.ask(prompt, answer.token_ids)
             row.add("text", row.told)
     for name, some in samples.items():
         allowed = (1 - ENOUGH) * sum(len(each.answers) for each in some)
         for i, sample in enumerate(some):
-            for row, prompt in each_policy(sample):
+            for row, prompt in _under_each(reader, found, sample, speed):
                 for answer in sample.answers:
                     says = reader.ask(prompt, answer.token_ids)
                     row.add(name, says)
@@ -138,6 +124,19 @@ def compare(
                 progress.total -= sum(_passes(reader, list(found), each) for each in some[i + 1 :])
                 break
     return _table(found, told)
+
+
+def _under_each(
+    reader: Reader, rows: Mapping[SparseAttention | None, _Row], text: Text, speed: bool
+) -> Iterator[tuple[_Row, Prompt]]:
+    """The text's prompt as each policy has it; each is timed with its first one."""
+    shared = reader.read(text.token_ids)
+    for sparse, row in rows.items():
+        own = needs_own_prompt(sparse)
+        prompt = reader.read(text.token_ids, sparse) if own else reader.under(shared, sparse)
+        if speed and row.seconds is None:
+            row.seconds = seconds_per_token(reader, prompt)
+        yield row, prompt
 
 
 def _load(model: str) -> weights.LoadedModel:

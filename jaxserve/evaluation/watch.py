@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxserve.evaluation.watched import NO_SHARES, Watched
 from jaxserve.layers.attention import prepare_batch, rotate_and_write
 from jaxserve.layers.decoder import Attend
 from jaxserve.layers.kv_cache import AttentionBatch, KVCache, StepBatch, init_kv_cache
@@ -29,7 +30,6 @@ from jaxserve.pallas_kernels.paged_attention import paged_attention
 from jaxserve.weights import LoadedModel
 
 CHUNK = 1024  # most tokens of a pass
-NO_SHARES = np.zeros(3)
 
 
 class Prompt(NamedTuple):
@@ -39,41 +39,6 @@ class Prompt(NamedTuple):
     sparse: SparseAttention | None  # what it is asked under
     kv: dict[str, KVCache]
     shares: np.ndarray  # as in `Watched`, of its own tokens, where a policy is for prompts
-
-
-class Watched(NamedTuple):
-    """What a model says of an answer of T tokens."""
-
-    logprobs: np.ndarray  # f32 [T, V], of each token of the answer, by those before it
-    shares: np.ndarray  # [3]: sums of recall and of density, over the rows and layers with a policy, and their number
-
-    @property
-    def recall(self) -> float:
-        """The share of dense attention's mass on what a token reads: mean of tokens with a policy, heads, layers."""
-        return mean_shares(self.shares)[0]
-
-    @property
-    def density(self) -> float:
-        """The share of the positions before it that a token reads, mean likewise."""
-        return mean_shares(self.shares)[1]
-
-    def nll(self, answer: Sequence[int]) -> float:
-        """Mean negative log-likelihood of the answer's tokens, in nats."""
-        return float(-np.mean(self.logprobs[np.arange(len(answer)), np.asarray(answer)]))
-
-    def kl_from(self, truth: "Watched") -> float:
-        """Mean KL(truth || this), in nats."""
-        return float(np.mean(np.sum(np.exp(truth.logprobs) * (truth.logprobs - self.logprobs), axis=-1)))
-
-    def says(self, answer: Sequence[int]) -> bool:
-        """Whether greedy decoding ends with exactly these tokens."""
-        return self.logprobs[-len(answer) :].argmax(axis=-1).tolist() == list(answer)
-
-
-def mean_shares(shares: np.ndarray) -> tuple[float, float]:
-    """Recall and density; 1 where nothing had a policy."""
-    recall, density, count = shares
-    return (float(recall / count), float(density / count)) if count else (1.0, 1.0)
 
 
 class Reader:
@@ -186,8 +151,7 @@ class Reader:
         """
         model, params = self.loaded.model, self.loaded.params
         size = min(CHUNK, max(16, 1 << (len(token_ids) - 1).bit_length()))  # few sizes, so that few programs serve all
-        places = {"size": size, "page_size": self.page_size, "num_pages": self.num_pages}
-        batch = as_batch(token_ids, start=start, num_prompt=num_prompt, **places)
+        batch, _ = as_batch(token_ids, num_prompt, self.page_size, start=start, size=size, num_pages=self.num_pages)
         x, found, kv = model.embed(params, batch.token_ids), [], dict(kv)
         counts = {"num_decode": 0, "num_prefill": size, "max_pages": self.num_pages}
         kv["full"] = begin_step(sparse, kv["full"], model.config.head_dim, **counts)
@@ -200,32 +164,59 @@ class Reader:
                 p = params["layers"][i]
                 x, kv[kind], shares = _layer(model, kind, policies, reads, p, x, kv[kind], index, batch)
                 found += shares
-        self._on_pass()
         jax.block_until_ready(x)
+        self._on_pass()
         return x, kv, np.sum(np.asarray(found), axis=0) if found else NO_SHARES
 
 
+def watch(
+    loaded: LoadedModel,
+    sparse: SparseAttention | None,
+    token_ids: Sequence[int],
+    num_prompt: int,
+    *,
+    page_size: int = 16,
+) -> Watched:
+    """One text alone, of which the tokens from `num_prompt` on are the answer. Raises as `Reader` does."""
+    reader = Reader(loaded, max_tokens=len(token_ids), page_size=page_size)
+    return reader.ask(reader.read(token_ids[:num_prompt], sparse), token_ids[num_prompt:])
+
+
 def as_batch(
-    token_ids: Sequence[int], *, start: int, num_prompt: int, size: int, page_size: int, num_pages: int
-) -> StepBatch:
-    """Tokens at positions from `start` on as one prefill step of slot 0, in `size` rows; pages begin with page 1."""
-    num_tokens = len(token_ids)
-    positions = np.where(np.arange(size) < num_tokens, start + np.arange(size), 0)
+    token_ids: Sequence[int],
+    num_prompt: int,
+    page_size: int,
+    *,
+    start: int = 0,
+    size: int | None = None,
+    num_pages: int | None = None,
+) -> tuple[StepBatch, int]:
+    """The tokens at positions from `start` on as one prefill step of slot 0, and its pages; they begin with page 1.
+
+    Args:
+        size: rows, of which the last ones are padding; None = as many as tokens.
+        num_pages: in the table; None = as many as the tokens need.
+    """
+    end, size = start + len(token_ids), size or len(token_ids)
+    num_pages = num_pages or -(-end // page_size)
+    is_token = np.arange(size) < len(token_ids)
+    positions = np.where(is_token, start + np.arange(size), 0)
     region = AttentionBatch(
         page_table=1 + jnp.arange(num_pages)[None],
-        kv_lens=jnp.array([start + num_tokens]),
-        cu_q_lens=jnp.array([0, num_tokens]),
+        kv_lens=jnp.array([end]),
+        cu_q_lens=jnp.array([0, len(token_ids)]),
         slots=jnp.zeros(1, jnp.int32),
         prompt_lens=jnp.array([num_prompt]),
     )
-    return StepBatch(
-        token_ids=jnp.asarray(np.pad(token_ids, (0, size - num_tokens)), jnp.int32),
+    batch = StepBatch(
+        token_ids=jnp.asarray(np.pad(token_ids, (0, size - len(token_ids))), jnp.int32),
         positions=jnp.asarray(positions, jnp.int32),
-        page_ids=jnp.asarray(np.where(np.arange(size) < num_tokens, 1 + positions // page_size, 0), jnp.int32),
+        page_ids=jnp.asarray(np.where(is_token, 1 + positions // page_size, 0), jnp.int32),
         page_offsets=jnp.asarray(positions % page_size, jnp.int32),
         decode=None,
         prefill=region,
     )
+    return batch, num_pages
 
 
 def needs_own_prompt(sparse: SparseAttention | None) -> TypeGuard[SparseAttention]:
@@ -264,8 +255,8 @@ class _Watching(Attend):
     def __call__(self, heads: Array) -> Array:
         q, kv = rotate_and_write(heads, self.cache, self.index, self.batch, self.spec.num_kv_heads)
         options = {"scale": self.spec.scale, "sliding_window": self.spec.sliding_window, "soft_cap": self.spec.soft_cap}
-        self.cache = kv
         if not self.reads:
+            self.cache = kv
             return jnp.zeros_like(q[:, : self.spec.num_heads])
 
         def attention(rows: Array, region: AttentionBatch, skip_below: Array | None = None) -> tuple[Array, Array]:
@@ -277,7 +268,7 @@ class _Watching(Attend):
         if sparse is not None:
             assert sparse.prefill is not None
             for policy, rows in rows_by_policy(sparse.policies, q, sparse.prefill):
-                numbers, self.cache = select_rows(policy, rows, self.cache, self.index, attention)
+                numbers, kv = select_rows(policy, rows, kv, self.index, attention)
                 out = attend_rows(policy, rows, numbers, kv, attention, out)
                 tables = tables_of(numbers, rows.page_table, rows.seen, kv.page_size, kv.k.shape[1])
                 recall = jnp.mean(jnp.exp(out[1] - dense[1])[:, : self.spec.num_heads], axis=1)
@@ -286,6 +277,7 @@ class _Watching(Attend):
                 )
                 found = jnp.stack([recall, density, jnp.ones_like(recall)])
                 self.shares.append(jnp.sum(found, axis=1, where=(rows.seen > 0)[None]))
+        self.cache = kv
         return out[0][:, : self.spec.num_heads]
 
 

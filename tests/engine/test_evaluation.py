@@ -13,7 +13,8 @@ from jaxserve import LLM, EngineDeadError, SamplingParams, cli, weights
 from jaxserve.cli.evaluate import defaults, draw
 from jaxserve.evaluation import compare as compare_module, watch
 from jaxserve.evaluation.compare import Comparison
-from jaxserve.evaluation.watch import Reader, Watched
+from jaxserve.evaluation.watch import Reader
+from jaxserve.evaluation.watched import Watched
 from jaxserve.layers.sparse import LServe, Quest, SparseAttention, StreamingLLM, resolve
 
 POLICY = SparseAttention(decode=LServe(budget=24, parts=2, reselect=3, layers=(1, None)))
@@ -41,7 +42,7 @@ def test_a_pass_over_an_answer_says_what_decoding_says(tiny_model, reader, spars
     llm = LLM(tiny_model, sparse_attention=sparse, warm_up="off", **options)
     answer = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     llm.close()
-    found = reader.ask(reader.read(PROMPT, sparse), answer)
+    found = watch.watch(reader.loaded, sparse, PROMPT + answer, len(PROMPT), page_size=8)
     assert found.says(answer)
     shared = reader.read(PROMPT)
     dense = reader.ask(shared, answer)

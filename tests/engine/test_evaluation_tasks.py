@@ -69,9 +69,17 @@ def test_a_sample_is_nearly_as_long_as_may_be(folder):
         fitted(tokenizer, "lookup", retrieval.lookup, 20, 0)
 
 
-def test_the_engine_serves_the_retrieval_model(folder):
-    text, questions = retrieval.crowded_lookup(200, seed=3)
-    llm = LLM(folder, max_model_len=1024, warm_up="off", sparse_attention="quest")
+@pytest.mark.parametrize(
+    ("sample", "max_model_len"),
+    [
+        (retrieval.crowded_lookup(200, seed=3), 1024),
+        pytest.param(retrieval.lookup(4090, seed=3), 131072, marks=pytest.mark.full),
+    ],
+)
+def test_the_engine_serves_the_retrieval_model(folder, sample, max_model_len):
+    text, questions = sample
+    options = {"max_num_batched_tokens": 4096, "max_num_seqs": 4, "warm_up": "off", "sparse_attention": "quest"}
+    llm = LLM(folder, max_model_len=max_model_len, **options)
     prompts = [text + question.text for question in questions]
     answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
     llm.close()
