@@ -57,11 +57,14 @@ def watch(
     """The tokens from `num_prompt` on are the answer; a model loaded as a tuple of layers, on one device.
 
     Raises:
-        ValueError: policies that do not fit the model or the page size, or a text without a prompt or an answer.
+        ValueError: policies that do not fit the model or the page size, or that drop tokens, or a text without a prompt
+            or an answer.
     """
     if not 0 < num_prompt < len(token_ids):
         raise ValueError(f"num_prompt must be within the text of {len(token_ids)} tokens, got {num_prompt}")
     model, params = loaded.model, loaded.params
+    if sparse is not None and sparse.drops:
+        raise ValueError(f"an evaluation takes policies that select pages, got one that drops tokens: {sparse.decode}")
     if sparse is not None:
         config = model.config
         sparse.check(page_size, Layout(config.layer_kinds, config.num_kv_heads, 1, config.kv_head_copies))

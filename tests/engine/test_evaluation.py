@@ -14,7 +14,7 @@ from jaxserve.cli.evaluate import defaults
 from jaxserve.evaluation import compare as compare_module
 from jaxserve.evaluation.needles import make_needle
 from jaxserve.evaluation.watch import watch
-from jaxserve.layers.sparse import LServe, Quest, SparseAttention, StreamingLLM, resolve
+from jaxserve.layers.sparse import H2O, LServe, Quest, SparseAttention, StreamingLLM, resolve
 
 POLICY = SparseAttention(decode=LServe(budget=24, parts=2, reselect=3, layers=(1, None)))
 PROMPT = np.random.default_rng(3).integers(3, 300, 70).tolist()
@@ -49,6 +49,11 @@ def test_recall_and_density_are_those_of_what_is_read(loaded):
     whole = watch(loaded, SparseAttention(decode=StreamingLLM(window=80)), PROMPT + PROMPT[:10], 79, page_size=8)
     assert (whole.recall, whole.density) == pytest.approx((1.0, 1.0))
     assert whole.nll(PROMPT[9:10]) == pytest.approx(-whole.logprobs[0, PROMPT[9]])
+
+
+def test_policies_that_drop_tokens_are_refused(loaded):
+    with pytest.raises(ValueError, match="policies that select pages, got one that drops tokens: H2O"):
+        watch(loaded, SparseAttention(decode=H2O()), PROMPT, 60, page_size=8)
 
 
 @pytest.mark.parametrize("num_prompt", [0, 80])
