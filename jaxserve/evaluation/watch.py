@@ -68,7 +68,9 @@ class Reader:
         config = self.loaded.model.config
         if sparse is not None:
             if sparse.drops:
-                raise ValueError(f"an evaluation takes policies that drop no tokens, got {sparse}; leave it out")
+                raise ValueError(
+                    f"an evaluation takes policies that select pages, got one that drops tokens: {sparse.decode}"
+                )
             layout = Layout(config.layer_kinds, config.num_kv_heads, 1, config.kv_head_copies)
             sparse.check(self.page_size, layout)
 

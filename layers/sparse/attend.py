@@ -48,11 +48,16 @@ def attend_decode(
     layer: int | Int[Array, ""],
     region: AttentionBatch,
     attention: Attention,
-    draw: Draw,
+    draw: Draw | None = None,
 ) -> tuple[tuple[Float[Array, "S N H"], Float[Array, "S N"]], KVCache]:
-    """Attention of the decode region's rows to what the policy selects, and the cache with what it carries on."""
+    """Attention of the decode region's rows to what the policy selects, and the cache with what it carries on.
+
+    Args:
+        draw: where tokens are dropped.
+    """
     assert region.max_q_len == 1
     if policy.retain is not None and policy.retain.of_answers is not None:
+        assert draw is not None
         return _attend_and_drop(policy, q, kv, layer, region.page_table, region.kv_lens, attention, draw)
     rows = Rows(q, region, jnp.arange(q.shape[0]), region.kv_lens)
     if policy.reselect == 1 and not policy.carries_over_layers:
@@ -81,17 +86,10 @@ def attend_prefill(
     """
     dense = None in policies
     out = attention(q, own) if dense else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
-    if policies.retain is not None:
-        sequence, seen = _places(q, region)
-        assert region.prompt_lens is not None
-        prompt_lens = region.prompt_lens[sequence]
-        counts = (seen > 0) & (seen <= prompt_lens) & policies.retain.counts(seen - 1, prompt_lens)
-        kv = end_prompts(policies.retain, draw(q, out[1], counts, kv, own), layer, region)
-        attention = functools.partial(attention, cache=kv)
+    if policies.decode is not None and policies.decode.retain is not None:
+        return _attend_kept(policies.decode, q, kv, layer, region, own, attention, draw, out)
     for policy, rows in rows_by_policy(policies, q, region):
-        if policy.retain is not None and policy.retain.of_answers is not None:
-            out, kv = _attend_and_drop_in_turn(policy, rows, kv, layer, attention, draw, out)
-        elif policy.reselect == 1 and not policy.carries_over_layers:
+        if policy.reselect == 1 and not policy.carries_over_layers:
             out = _select_and_attend(policy, rows, kv, layer, attention, out)
         else:
             numbers, kv = select_rows(policy, rows, kv, layer, attention)
@@ -102,7 +100,10 @@ def attend_prefill(
 def rows_by_policy(
     policies: LayerPolicies, q: Float[Array, "T N H"], region: AttentionBatch
 ) -> Iterator[tuple[Policy, Rows]]:
-    """Each policy with a prefill region's rows, of which those for other tokens see nothing."""
+    """Each policy with a prefill region's rows, of which those for other tokens see nothing. Not where tokens are
+    dropped: there rows depend on those before them.
+    """
+    assert policies.retain is None
     sequence, seen = _places(q, region)
     is_answer = jnp.zeros(seen.shape, bool) if region.prompt_lens is None else seen > region.prompt_lens[sequence]
     for policy, mine in ((policies.prefill, ~is_answer), (policies.decode, is_answer)):
@@ -118,6 +119,32 @@ def _places(q: Array, region: AttentionBatch) -> tuple[Array, Array]:
     sequence = jnp.minimum(jnp.searchsorted(region.cu_q_lens, row, side="right") - 1, last)
     seen = region.kv_lens[sequence] - region.cu_q_lens[sequence + 1] + row + 1
     return sequence, jnp.where(row < region.cu_q_lens[-1], seen, 0)
+
+
+def _attend_kept(
+    policy: Policy,
+    q: Array,
+    kv: KVCache,
+    layer: int | Array,
+    region: AttentionBatch,
+    own: AttentionBatch,
+    attention: Attention,
+    draw: Draw,
+    out: tuple[Array, Array],
+) -> tuple[tuple[Array, Array], KVCache]:
+    """`attend_prefill` where tokens are dropped; `out` is dense attention, which is that of prompts' rows."""
+    retain = policy.retain
+    assert retain is not None
+    assert region.prompt_lens is not None
+    sequence, seen = _places(q, region)
+    prompt_lens = region.prompt_lens[sequence]
+    counts = (seen > 0) & (seen <= prompt_lens) & retain.counts(seen - 1, prompt_lens)
+    kv = end_prompts(retain, draw(q, out[1], counts, kv, own), layer, region)
+    rows = Rows(q, region, sequence, jnp.where(seen > prompt_lens, seen, 0))
+    if retain.of_answers is not None:
+        return _attend_and_drop_in_turn(policy, rows, kv, layer, attention, draw, out)
+    numbers, kv = select_rows(policy, rows, kv, layer)
+    return attend_rows(policy, rows, numbers, kv, functools.partial(attention, cache=kv), out), kv
 
 
 def _attend_and_drop(

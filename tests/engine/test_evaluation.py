@@ -15,7 +15,7 @@ from jaxserve.evaluation import compare as compare_module, watch
 from jaxserve.evaluation.compare import Comparison
 from jaxserve.evaluation.watch import Reader
 from jaxserve.evaluation.watched import Watched
-from jaxserve.layers.sparse import LServe, Quest, SparseAttention, StreamingLLM, resolve
+from jaxserve.layers.sparse import H2O, LServe, Quest, SparseAttention, StreamingLLM, resolve
 
 POLICY = SparseAttention(decode=LServe(budget=24, parts=2, reselect=3, layers=(1, None)))
 PROMPT = np.random.default_rng(3).integers(3, 300, 70).tolist()
@@ -85,6 +85,8 @@ def test_what_cannot_be_read_or_asked_is_refused(loaded, reader):
         with pytest.raises(ValueError, match=f"a prompt must have 1 to 95 tokens, got {len(prompt)}"):
             reader.read(prompt)
     prompt = reader.read(PROMPT)
+    with pytest.raises(ValueError, match="policies that select pages, got one that drops tokens: H2O"):
+        reader.under(prompt, SparseAttention(decode=H2O()))
     for answer in ([], PROMPT[:27]):
         with pytest.raises(ValueError, match=f"an answer may have 1 to 26 tokens, got {len(answer)}"):
             reader.ask(prompt, answer)
