@@ -14,7 +14,7 @@ from jaxserve import EngineDeadError, cli, weights
 from jaxserve.config import EngineConfig
 from jaxserve.evaluation.anchors import CHOOSES, choose_anchors, page_masses, similarity
 from jaxserve.evaluation.calibrate import calibrate, changed, pass_over, products
-from jaxserve.layers.sparse import DoubleSparsity, Kascade
+from jaxserve.layers.sparse import DoubleSparsity, Kascade, resolve
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sparse_attention.md").read_text(encoding="utf-8")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
