@@ -75,7 +75,7 @@ def attend_prefill(
     region: AttentionBatch,
     own: AttentionBatch,
     attention: Attention,
-    draw: Draw,
+    draw: Draw | None = None,
 ) -> tuple[tuple[Float[Array, "T N H"], Float[Array, "T N"]], KVCache]:
     """Attention of the prefill region's rows, each under the policy for its kind of token; the rest as `attend_decode`.
 
@@ -87,6 +87,7 @@ def attend_prefill(
     dense = None in policies
     out = attention(q, own) if dense else (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf))
     if policies.decode is not None and policies.decode.retain is not None:
+        assert draw is not None
         return _attend_kept(policies.decode, q, kv, layer, region, own, attention, draw, out)
     for policy, rows in rows_by_policy(policies, q, region):
         if policy.reselect == 1 and not policy.carries_over_layers:

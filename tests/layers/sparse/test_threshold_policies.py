@@ -72,12 +72,12 @@ def select_rows(policy, q, kv, region):
 @functools.partial(jax.jit, static_argnums=0)
 def attend_prefill(policy, q, kv, region):
     policies = LayerPolicies(policy, policy)
-    options = (region, lambda q, r: attend(q, kv, r), no_dense)
-    return attend_module.attend_prefill(policies, q, kv, jnp.int32(LAYER), *options)[0]
 
+    def attention(q, tables):
+        assert tables is not region, "no row is dense"
+        return attend(q, kv, tables)
 
-def no_dense():
-    raise AssertionError("no row is dense")
+    return attend_module.attend_prefill(policies, q, kv, jnp.int32(LAYER), region, region, attention)[0]
 
 
 @pytest.mark.parametrize("cuts", [(0, 33), (0, 8, 12, 33), (16, 33)], ids=str)
