@@ -19,9 +19,9 @@ from jaxserve.layers.sparse.compact_attention import CompactAttention as Compact
 from jaxserve.layers.sparse.double_sparsity import DoubleSparsity as DoubleSparsity
 from jaxserve.layers.sparse.flash_prefill import FlashPrefill as FlashPrefill
 from jaxserve.layers.sparse.hooks import (
-    MaximumMeta as MaximumMeta,
     LayerPolicies as LayerPolicies,
     Layout as Layout,
+    MaximumMeta as MaximumMeta,
     PageMeta as PageMeta,
     Policy as Policy,
     Select as Select,

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from jaxserve.layers.sparse.hooks import LayerPolicies, Policy
 from jaxserve.layers.sparse.kascade import KascadeLayers
 from jaxserve.layers.sparse.page_mass import page_masses
-from jaxserve.layers.sparse.selection import all_pages, NO_PAGE, select_pages, tables_of, united, with_pages_begun
+from jaxserve.layers.sparse.selection import NO_PAGE, all_pages, select_pages, tables_of, united, with_pages_begun
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
 from jaxserve.pallas_kernels.target import target_device
 
@@ -223,9 +223,7 @@ def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, ou
     return jax.lax.fori_loop(0, -(-count // size), turn, out)
 
 
-def _over_pages[T](
-    wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T, *, page_size: int
-) -> T:
+def _over_pages[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T, *, page_size: int) -> T:
     """As `_over`, of the wanted rows of a sequence whose own page is the same: all of them at a time."""
     num_rows = wanted.shape[0]
     own = jnp.where(wanted, rows.sequence, -1), (rows.seen - 1) // page_size

@@ -5,8 +5,8 @@ these rows attend to the pages of one table, their own causally. `alpha` is the 
 
 Ours: the rows that share a table are the tokens of a page, wherever steps begin: the paper unites a whole chunk, so
 that what a token reads would depend on how its prompt is cut. Later tokens of the page have a say too, so prompts are
-cut between pages only, and a prefix is shared by whole pages, which have one mask. Masks are those of single rows, as in
-`flash_prefill`, with what is said there of means and of the last blocks of a prompt.
+cut between pages only, and a prefix is shared by whole pages, which have one mask. Masks are those of single rows, as
+in `flash_prefill`, with what is said there of means and of the last blocks of a prompt.
 """
 
 import dataclasses

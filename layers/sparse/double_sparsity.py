@@ -71,14 +71,14 @@ class DoubleSparsity(Policy):
     """The pages with the best tokens, by some of their channels. For answers."""
 
     budget: int = 2048  # tokens that a row reads in each layer and KV head
-    channels: Channels = ()  # for each layer without a sliding window and each KV head as many, from `jaxserve calibrate`
+    channels: Channels = ()  # from `jaxserve calibrate`, for each layer and KV head as many
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not _are_channels(self.channels):
             raise ValueError(
-                f"channels of {self.name} must be at least 1 for each layer and KV head, and for all as many; give what "
-                f"jaxserve calibrate writes, got {str(self.channels)[:80]}"
+                f"channels of {self.name} must be at least 1 for each layer and KV head, and for all as many; give "
+                f"what jaxserve calibrate writes, got {str(self.channels)[:80]}"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""FlashPrefill (Fan et al., arXiv 2603.06199): the pages whose mean key comes near the best for a query, without sorting.
+"""FlashPrefill (Fan et al., arXiv 2603.06199): the pages whose mean key comes near a query's best, without sorting.
 
 Exact (qhfan/FlashPrefill): a block keeps the mean of its keys; a query's score for it is the exponential of their
 scaled product; blocks with at least `alpha` times the largest score are read, and the first `sinks` tokens' and the

@@ -153,8 +153,8 @@ class Policy(abc.ABC):
 
     @property
     def carries_over_layers(self) -> bool:
-        """Whether layers read what earlier ones chose in the same step. Then `by_layers` says what it does in which layers:
-        policies with `chooses`, `reads_all` and `follows`, as `kascade` has them.
+        """Whether layers read what earlier ones chose in the same step. Then `by_layers` says what it does in which
+        layers: policies with `chooses`, `reads_all` and `follows`, as `kascade` has them.
         """
         return False
 

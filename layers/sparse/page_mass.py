@@ -8,9 +8,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxserve.pallas_kernels.paged_attention.types import AttentionBatch, KVCache
-from jaxserve.sharding.kv_parallel import local_pages, sum_over_kv
 from jaxserve.sharding.collectives import axis_size
-from jaxserve.sharding.kv_parallel import AXIS
+from jaxserve.sharding.kv_parallel import AXIS, local_pages, sum_over_kv
 
 PAGES_A_TURN = 64
 

@@ -57,8 +57,10 @@ def united(numbers: Int[Array, "T K C"], max_pages: int) -> Int[Array, "T K max_
     """For each row the numbers that one or more of the rows have."""
     K = numbers.shape[1]
     head = jnp.arange(K)[None, :, None]
-    found = jnp.zeros((K, max_pages), bool).at[head, jnp.where(numbers == NO_PAGE, max_pages, numbers)].set(
-        True, mode="drop"
+    found = (
+        jnp.zeros((K, max_pages), bool)
+        .at[head, jnp.where(numbers == NO_PAGE, max_pages, numbers)]
+        .set(True, mode="drop")
     )
     every = ascending(jnp.broadcast_to(jnp.arange(max_pages, dtype=numbers.dtype), found.shape), found)
     return jnp.broadcast_to(every, (*numbers.shape[:2], max_pages))

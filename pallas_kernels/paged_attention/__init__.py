@@ -38,8 +38,8 @@ def paged_attention(
 
     Args:
         layer: index of the layer in the cache of its kind.
-        skip_below: at most 0. Of the pages of its table, in order, a query head of a row skips those whose largest score
-            minus the largest up to and with this page is less (BLASST, arXiv 2512.12087); None skips none.
+        skip_below: at most 0. Of the pages of its table, in order, a query head of a row skips those whose largest
+            score minus the largest up to and with this page is less (BLASST, arXiv 2512.12087); None skips none.
         batch: as it is, or as `prepare` returned it for these lengths and this sliding window.
         implementation: None chooses by backend and falls back; a name is used or refused.
     Returns:

@@ -103,9 +103,7 @@ def _prefill(q: Array, below: Array | None, reader: _Reader) -> tuple[Array, Arr
     return out[:T], lse[:T]
 
 
-def _tile(
-    q: Array, positions: Array, below: Array | None, sequences: Array, reader: _Reader
-) -> tuple[Array, Array]:
+def _tile(q: Array, positions: Array, below: Array | None, sequences: Array, reader: _Reader) -> tuple[Array, Array]:
     """Attention of query rows to the pages of their sequences.
 
     Args:
@@ -161,7 +159,7 @@ def _tile(
 
 
 def _without_skipped(scores: Array, top: Array, below: Array, page_size: int) -> Array:
-    """Scores [W, K, rows, block] with NOTHING in pages whose best is so far `below` [W, 1, rows] the best up to there."""
+    """Scores [W, K, rows, block] with NOTHING in pages whose best is so far `below` [W, 1, rows] the best to there."""
     pages = scores.reshape(*scores.shape[:-1], -1, page_size)
     best = jnp.max(pages, axis=-1)
     so_far = jnp.maximum(jax.lax.cummax(best, axis=best.ndim - 1), top[..., None])
