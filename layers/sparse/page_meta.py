@@ -40,9 +40,10 @@ def fold(
         keys = keys.astype(jnp.float32) * scales[0][None, :, None]
     values = page_meta.of_keys(keys).astype(kv.meta.dtype)
     if isinstance(page_meta, TokenMeta):
-        L, P, K, M = kv.meta.shape
-        tokens = kv.meta.reshape(L, P, K, kv.page_size, -1).at[layer, page_ids, :, page_offsets].set(values)
-        return dataclasses.replace(kv, meta=tokens.reshape(L, P, K, M))
+        K, width = values.shape[1:]
+        place = page_offsets[:, None] * width + jnp.arange(width)[None]
+        at = (layer, page_ids[:, None, None], jnp.arange(K)[None, :, None], place[:, None])
+        return dataclasses.replace(kv, meta=kv.meta.at[at].set(values))
     values = _in_parts(values, page_meta.num_parts, page_offsets, kv.page_size)
     num_pages = kv.meta.shape[1]
     begun = jnp.where(page_offsets == 0, page_ids, num_pages)  # what the page's owner before left is forgotten
