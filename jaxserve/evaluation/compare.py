@@ -179,9 +179,9 @@ class _Progress:
 
 def _passes(reader: Reader, policies: Sequence[SparseAttention | None], text: Text) -> int:
     """Of the model, for a text under all policies."""
-    reads = 1 + sum(map(needs_own_prompt, policies))
-    answers = sum(reader.passes(len(answer.token_ids)) for answer in text.answers)
-    return reads * reader.passes(len(text.token_ids) - 1) + len(policies) * answers
+    reads, num_prompt = 1 + sum(map(needs_own_prompt, policies)), len(text.token_ids)
+    answers = sum(reader.num_passes(num_prompt, len(answer.token_ids)) for answer in text.answers)
+    return reads * reader.num_passes(num_prompt) + len(policies) * answers
 
 
 def _described(sparse: SparseAttention | None) -> str:

@@ -33,7 +33,7 @@ CHUNK = 1024  # most tokens of a pass
 
 
 class Prompt(NamedTuple):
-    """A prompt that was read, all but its last token, which goes with the question."""
+    """A prompt that was read, all but its last page, or what there is of it: that goes with the question."""
 
     token_ids: list[int]
     sparse: SparseAttention | None  # what it is asked under
@@ -61,6 +61,7 @@ class Reader:
             )
         self.loaded, self.page_size, self.max_tokens = loaded, page_size, max_tokens
         self.num_pages = -(-max_tokens // page_size)
+        self._chunk = max(1, CHUNK // page_size) * page_size  # whole pages, which some policies take together
         self._on_pass = on_pass
 
     def check(self, sparse: SparseAttention | None) -> None:
@@ -74,9 +75,15 @@ class Reader:
             layout = Layout(config.layer_kinds, config.num_kv_heads, 1, config.kv_head_copies)
             sparse.check(self.page_size, layout)
 
-    def passes(self, num_tokens: int) -> int:
-        """How many passes so many tokens take."""
-        return -(-num_tokens // CHUNK)
+    def num_passes(self, num_prompt: int, num_answer: int | None = None) -> int:
+        """How many passes `read` takes for a prompt of so many tokens, or `ask` for an answer to it."""
+        num_read = self._num_read(num_prompt)
+        num_tokens = num_read if num_answer is None else num_prompt - num_read + num_answer - 1
+        return -(-num_tokens // self._chunk)
+
+    def _num_read(self, num_prompt: int) -> int:
+        """Tokens of a prompt that are read before the question; its last one is not."""
+        return (num_prompt - 1) // self.page_size * self.page_size
 
     def read(self, token_ids: Sequence[int], sparse: SparseAttention | None = None) -> Prompt:
         """The prompt, to be asked under these policies.
@@ -92,9 +99,9 @@ class Reader:
         prompt = Prompt(list(token_ids), None, kv, NO_SHARES)
         if needs_own_prompt(sparse):
             prompt = self._with_state(prompt, sparse, 0)
-        end = len(token_ids) - 1
-        for start in range(0, end, CHUNK):
-            part = prompt.token_ids[start : min(end, start + CHUNK)]
+        end = self._num_read(len(token_ids))
+        for start in range(0, end, self._chunk):
+            part = prompt.token_ids[start : min(end, start + self._chunk)]
             _, kv, shares = self._pass(prompt.kv, prompt.sparse, part, start, len(token_ids), is_prompt=True)
             prompt = prompt._replace(kv=kv, shares=prompt.shares + shares)
         return prompt if needs_own_prompt(sparse) else self.under(prompt, sparse)
@@ -108,7 +115,7 @@ class Reader:
         self.check(sparse)
         if prompt.sparse is not None or needs_own_prompt(sparse):
             raise ValueError(f"the prompt was read under {prompt.sparse}, and cannot be asked under {sparse}")
-        return prompt if sparse is None else self._with_state(prompt, sparse, len(prompt.token_ids) - 1)
+        return prompt if sparse is None else self._with_state(prompt, sparse, self._num_read(len(prompt.token_ids)))
 
     def ask(self, prompt: Prompt, answer: Sequence[int]) -> Watched:
         """What the model says of an answer to the prompt, which stays as it is.
@@ -120,13 +127,14 @@ class Reader:
         if not 0 < len(answer) <= self.max_tokens - num_prompt:
             raise ValueError(f"an answer may have 1 to {self.max_tokens - num_prompt} tokens, got {len(answer)}")
         kv, shares, found = jax.tree.map(jnp.copy, prompt.kv), prompt.shares, []
-        token_ids = [prompt.token_ids[-1], *answer[:-1]]  # nobody asks what follows the last one
-        for start in range(0, len(token_ids), CHUNK):
-            part = token_ids[start : start + CHUNK]
-            x, kv, more = self._pass(kv, prompt.sparse, part, num_prompt - 1 + start, num_prompt, is_prompt=False)
+        first = self._num_read(num_prompt)
+        token_ids = [*prompt.token_ids[first:], *answer[:-1]]  # nobody asks what follows the last one
+        for start in range(0, len(token_ids), self._chunk):
+            part = token_ids[start : start + self._chunk]
+            x, kv, more = self._pass(kv, prompt.sparse, part, first + start, num_prompt, is_prompt=False)
             found.append(_logprobs(self.loaded.model, self.loaded.params, x)[: len(part)])
             shares = shares + more
-        return Watched(np.concatenate(found), shares)
+        return Watched(np.concatenate(found)[-len(answer) :], shares)
 
     def _with_state(self, prompt: Prompt, sparse: SparseAttention, num_written: int) -> Prompt:
         """A copy of the prompt, with what the policies keep of the tokens written."""
@@ -152,7 +160,8 @@ class Reader:
         What the last layer makes of a prompt is not needed, unless its policy is watched.
         """
         model, params = self.loaded.model, self.loaded.params
-        size = min(CHUNK, max(16, 1 << (len(token_ids) - 1).bit_length()))  # few sizes, so that few programs serve all
+        num_rows = len(token_ids)  # few sizes, so that few programs serve all
+        size = max(16, 1 << (num_rows - 1).bit_length()) if num_rows <= 256 else -(-num_rows // 256) * 256
         batch, _ = as_batch(token_ids, num_prompt, self.page_size, start=start, size=size, num_pages=self.num_pages)
         x, found, kv = model.embed(params, batch.token_ids), [], dict(kv)
         counts = {"num_decode": 0, "num_prefill": size, "max_pages": self.num_pages}

@@ -92,7 +92,10 @@ def test_the_retrieval_model_finds_all_at_4k_and_less_with_too_small_a_budget():
         for policy in (Quest(budget=4096), Quest(budget=96), Quest(budget=48), StreamingLLM(window=1020))
     ]
     options = {"num_tokens": 4096, "num_samples": 2, "page_size": 16, "speed": False}
-    found = compare("retrieval", policies, None, **options, tasks=["crowded lookup"])
+    passes = []
+    progress = {"on_progress": lambda done, total: passes.append((done, total))}
+    found = compare("retrieval", policies, None, **options, **progress, tasks=["crowded lookup"])
+    assert [done for done, _ in passes] == list(range(1, passes[-1][1] + 1))
     assert not found.left_out
     dense, whole, more, less, window = (row["crowded lookup"] for row in found.rows)
     assert dense == whole == 1.0
