@@ -8,7 +8,7 @@ sheets a share is reached, `Rates` says which.
 What the first three of `MEASURED` were fitted to, by `python -m benchmarks.plan --fit`: in benchmarks/results, of
 tpot.jsonl the rows tpot_16x128_decode, tpot_64x1024_decode, tpot_256x1024_decode and prefill_64x1024, and of
 tpot_qwen3_30b.jsonl tpot_qwen3_30b_1x128_decode (one H200). The other eight decode and prefill rows there were left out
-of the fit and are predicted within 10 %; but the form of the model was chosen with all of them in view. `link_share` is
+of the fit and are predicted within 15 %; but the form of the model was chosen with all of them in view. `link_share` is
 from one all-to-all of 64 MB between two H200s, 178 us of which 23 are latency. `STEP_S` is the row tpot_idle_64 of
 step_breakdown.jsonl. Nothing was measured on TPUs, H100s, or more than two GPUs: there the same shares are assumed, and
 a microsecond for each kernel of a TPU. Pages in float8 are taken to be read at the same rate as those in bfloat16, and
@@ -44,7 +44,7 @@ class Rates(NamedTuple):
     link_share: float
 
 
-MEASURED = Rates(bandwidth_share=0.862, compute_share=0.656, kernel_s=3.47e-6, link_share=0.46)
+MEASURED = Rates(bandwidth_share=0.905, compute_share=0.684, kernel_s=3.60e-6, link_share=0.46)
 
 
 class StepTime(NamedTuple):
