@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from jaxserve.cli.evaluate import passes, read_text
+from jaxserve.cli.output import require_writable
+
 
 def calibrate(
     model: Annotated[str, typer.Option(help="As for generate.")],
@@ -25,10 +28,13 @@ def calibrate(
     from jaxserve import weights
     from jaxserve.evaluation.calibrate import calibrate as find
 
-    loaded = weights.load(model, dtype=jnp.bfloat16, progress=False)
-    if loaded.tokenizer is None:
-        raise ValueError(f"model must come with a tokenizer, got {model}")
-    token_ids = loaded.tokenizer.encode(text.read_text(encoding="utf-8"))[:num_tokens]
-    found = find(loaded, policy, token_ids, num_channels=num_channels, num_anchors=num_anchors)
+    require_writable(output)
+    content, sizes = read_text(text), {"num_channels": num_channels, "num_anchors": num_anchors}
+    with passes() as on_progress:
+        loaded = weights.load(model, dtype=jnp.bfloat16, progress=False)
+        if loaded.tokenizer is None:
+            raise ValueError(f"model must come with a tokenizer, got {model}")
+        token_ids = loaded.tokenizer.encode(content)[:num_tokens]
+        found = find(loaded, policy, token_ids, **sizes, on_progress=on_progress)
     output.write_text(json.dumps(found) + "\n", encoding="utf-8")
     print(f"wrote {output}", flush=True)

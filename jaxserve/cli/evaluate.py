@@ -61,8 +61,9 @@ def evaluate(
     sizes = {"num_tokens": num_tokens, "num_samples": num_samples, "page_size": page_size}
     if not num_samples and text is None:
         raise ValueError("nothing to compare: give a --text, or --num-samples above 0")
-    with _passes() as on_progress:
-        found = compare(model, policies, _read(text), **sizes, tasks=task, speed=speed, on_progress=on_progress)
+    content = None if text is None else read_text(text)
+    with passes() as on_progress:
+        found = compare(model, policies, content, **sizes, tasks=task, speed=speed, on_progress=on_progress)
     result = {"model": model, **sizes, **found._asdict()}
     written = json.dumps(result, indent=2, ensure_ascii=False)
     if output_json is not None:
@@ -137,16 +138,16 @@ def _without_fields(policy: str) -> str:
     return policy
 
 
-def _read(text: Path | None) -> str | None:
+def read_text(file: Path) -> str:
     try:
-        return None if text is None else text.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{text} must be UTF-8 text: {error}") from error
+        raise ValueError(f"{file} must be UTF-8 text: {error}") from error
 
 
 @contextmanager
-def _passes() -> Iterator[Any]:
-    """A bar on stderr."""
+def passes() -> Iterator[Any]:
+    """A bar on stderr, to be told how many passes are done and how many there are."""
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())

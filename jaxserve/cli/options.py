@@ -95,8 +95,8 @@ ENGINE_OPTIONS: Mapping[str, Opt] = {  # arguments of jaxserve.LLM
     ),
     "sparse_attention": Opt(
         str,
-        "Read some pages of the KV cache only: quest, lserve, streaming_llm, h2o, snapkv or blasst for answers, or JSON "
-        "such as "
+        "Read some pages of the KV cache only: quest, lserve, streaming_llm, h2o, snapkv or blasst for answers, or "
+        "JSON such as "
         """'{"decode": {"policy": "quest", "budget": 1024}}', see docs/sparse_attention.md.""",
         unset="all are read",
     ),

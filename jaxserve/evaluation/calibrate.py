@@ -32,6 +32,7 @@ def calibrate(
     window: int = 512,
     num_channels: int | None = None,
     num_anchors: int = 5,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """The policy with what it must know of this model, as `sparse_attention` takes it.
 
@@ -40,6 +41,7 @@ def calibrate(
         token_ids: of a text; it is read in pieces of `window` tokens, what is left over at the end is not.
         num_channels: for double_sparsity: channels of each layer and KV head; None = an eighth of them.
         num_anchors: for kascade: layers that choose, the first one included.
+        on_progress: called before each piece and at the end, with how many are done and how many there are.
     Raises:
         ValueError: a policy that needs nothing or is unknown, a text shorter than a piece, more channels or anchors
             than there are, or a model that the policy is not for.
@@ -48,9 +50,16 @@ def calibrate(
         raise ValueError(f"policy must be one that is calibrated, {sorted(CALIBRATIONS)}, got {policy!r}")
     if len(token_ids) < window:
         raise ValueError(f"text must have at least {window} tokens, got {len(token_ids)}")
-    pieces = (token_ids[start : start + window] for start in range(0, len(token_ids) - window + 1, window))
+    count = len(token_ids) // window
+
+    def pieces() -> Pieces:
+        for i in range(count):
+            on_progress(i, count)
+            yield token_ids[i * window : (i + 1) * window]
+        on_progress(count, count)
+
     size = num_channels if policy == "double_sparsity" else num_anchors
-    return {"policy": policy, **CALIBRATIONS[policy](loaded, pieces, size)}
+    return {"policy": policy, **CALIBRATIONS[policy](loaded, pieces(), size)}
 
 
 def rank_channels(loaded: LoadedModel, pieces: Pieces, num_channels: int | None) -> dict[str, Any]:

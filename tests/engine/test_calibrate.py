@@ -53,7 +53,10 @@ def test_the_products_are_those_of_queries_with_their_own_keys(loaded):
 
 
 def test_the_largest_channels_come_first_and_pieces_count_alike(loaded):
-    found = calibrate(loaded, "double_sparsity", TOKENS, window=16, num_channels=3)
+    done = []
+    on_progress = lambda i, count: done.append((i, count))  # noqa: E731
+    found = calibrate(loaded, "double_sparsity", TOKENS, window=16, num_channels=3, on_progress=on_progress)
+    assert done == [(i, len(TOKENS) // 16) for i in range(len(TOKENS) // 16 + 1)]
     total = products_of(loaded, TOKENS[:16]) + products_of(loaded, TOKENS[16:32])
     assert found["policy"] == "double_sparsity"
     assert np.shape(found["channels"]) == (*total.shape[:2], 3)
@@ -158,5 +161,7 @@ def test_the_commands_of_the_documentation_calibrate_and_use_it(tiny_model, load
     monkeypatch.setattr("jaxserve.cli.engine.start", stop)
     assert cli.run([written if part == "$(cat labels.json)" else part for part in shlex.split(uses)[1:]]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "error: as far as the engine"
+    assert cli.run([*command[:-1], "nowhere/x.json"]) == 2
+    assert "nowhere" in capsys.readouterr().err
     assert cli.run([*command[:-1], "x.json", "--policy", "quest"]) == 2
     assert "policy must be one that is calibrated" in capsys.readouterr().err
