@@ -39,7 +39,7 @@ FITTED = (
     "tpot_qwen3_30b_1x128_decode",
 )
 MESHES = ((1, 2), (2, 1))  # kv, tp
-MAX_ERROR = 15.0  # percent, as docs/plan.md says
+MAX_ERROR = 10.0  # percent, as docs/plan.md says
 
 
 class Case(NamedTuple):

@@ -180,19 +180,6 @@ class Reader:
         return x, kv, np.sum(np.asarray(found), axis=0) if found else NO_SHARES
 
 
-def watch(
-    loaded: LoadedModel,
-    sparse: SparseAttention | None,
-    token_ids: Sequence[int],
-    num_prompt: int,
-    *,
-    page_size: int = 16,
-) -> Watched:
-    """One text alone, of which the tokens from `num_prompt` on are the answer. Raises as `Reader` does."""
-    reader = Reader(loaded, max_tokens=len(token_ids), page_size=page_size)
-    return reader.ask(reader.read(token_ids[:num_prompt], sparse), token_ids[num_prompt:])
-
-
 def as_batch(
     token_ids: Sequence[int],
     num_prompt: int,

@@ -8,7 +8,7 @@ sheets a share is reached, `Rates` says which.
 What the first three of `MEASURED` were fitted to, by `python -m benchmarks.plan --fit`: in benchmarks/results, of
 tpot.jsonl the rows tpot_16x128_decode, tpot_64x1024_decode, tpot_256x1024_decode and prefill_64x1024, and of
 tpot_qwen3_30b.jsonl tpot_qwen3_30b_1x128_decode (one H200). The other eight decode and prefill rows there were left out
-of the fit and are predicted within 15 %; but the form of the model was chosen with all of them in view. `link_share` is
+of the fit and are predicted within 10 %; but the form of the model was chosen with all of them in view. `link_share` is
 from one all-to-all of 64 MB between two H200s, 178 us of which 23 are latency. `STEP_S` is the row tpot_idle_64 of
 step_breakdown.jsonl. Nothing was measured on TPUs, H100s, or more than two GPUs: there the same shares are assumed, and
 a microsecond for each kernel of a TPU. Pages in float8 are taken to be read at the same rate as those in bfloat16, and
@@ -31,6 +31,7 @@ from jaxserve.topologies import Device
 STEP_S = 0.11e-3  # between two steps
 TPU_KERNEL_S = 1e-6
 FUSED_LAYER_KERNELS = 7  # of layers whose dense part is one kernel, which waits for all multiprocessors six times
+EXPERT_TILE = 128  # rows of a prompt that an expert multiplies at once; its last tile is half full on average
 ITEMSIZE = 2  # bytes of a bfloat16, which weights and activations are in
 LOGIT_BYTES = 8  # a logit is written and read as a float32
 
@@ -176,7 +177,7 @@ def _matmul_s(rank: Rank, name: str, num_rows: int, num_real: int) -> float:
     chance = -math.expm1(num_real * math.log1p(-top_k / config.num_experts)) if top_k < config.num_experts else 1.0
     num_read = most_experts(num_experts, chance, rank.num_ranks)
     rows = num_real * top_k / config.num_experts * num_experts / num_read  # an expert
-    return _longer(rank, num_bytes / num_experts * num_read, rows)
+    return _longer(rank, num_bytes / num_experts * num_read, rows + EXPERT_TILE / 2)
 
 
 def _elements_a_row(rank: Rank) -> float:

@@ -7,7 +7,7 @@ so that where there are none it costs a loop of no turns.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -225,8 +225,7 @@ def _select_where(wanted: Array, policy: Policy, rows: Rows, kv: KVCache, layer:
     most = rows.region.page_table.shape[1]
     most = most if policy.select is None else min(policy.select.max_pages(kv.page_size), most)
     shape = (rows.q.shape[0], kv.num_heads(rows.q.shape[2]), most)
-    over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
-    return over(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
+    return _over_units(policy, kv.page_size)(wanted, some, rows, jnp.full(shape, NO_PAGE, jnp.int32))
 
 
 def _choose_or_follow(
@@ -279,8 +278,7 @@ def _select_and_attend(
     def some(part: Rows, _: Array) -> tuple[Array, Array]:
         return _attend(policy, part, _select(policy, part, kv, layer), kv, attention)
 
-    over = functools.partial(_over_pages, page_size=kv.page_size) if policy.unites_rows else _over
-    return over(rows.seen > 0, some, rows, out)
+    return _over_units(policy, kv.page_size)(rows.seen > 0, some, rows, out)
 
 
 def attend_rows(
@@ -301,6 +299,11 @@ def _attend(policy: Policy, part: Rows, numbers: Array, kv: KVCache, attention: 
     tables = tables_of(numbers, part.page_table, part.seen, kv.page_size, kv.k.shape[1])
     below = policy.skip_below(part.seen)
     return attention(part.q, tables) if below is None else attention(part.q, tables, below)
+
+
+def _over_units(policy: Policy, page_size: int) -> Callable[..., Any]:
+    """The loop over the rows that select together."""
+    return functools.partial(_over_pages, page_size=page_size) if policy.unites_rows else _over
 
 
 def _over[T](wanted: Array, function: Callable[[Rows, Array], T], rows: Rows, out: T) -> T:

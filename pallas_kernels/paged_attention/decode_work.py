@@ -177,7 +177,7 @@ def block_range(kv_lens: Array, q_len: int, sliding_window: int | None, block: i
 
 def whole_slices(batch: int, slices: int) -> int:
     """How many slices are used if all sequences are equally long: so many that none is split, if that leaves at most a
-    sixteenth of the workers idle. Memory is as busy without these, and there are no parts to write and to add.
+    sixteenth of the workers idle. These are missed, but less than it takes to write parts and to add them.
     """
     of_a_slice = -(-batch // slices)  # sequences
     used = batch // of_a_slice

@@ -42,7 +42,7 @@ def test_a_pass_over_an_answer_says_what_decoding_says(tiny_model, reader, spars
     llm = LLM(tiny_model, sparse_attention=sparse, warm_up="off", **options)
     answer = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     llm.close()
-    found = watch.watch(reader.loaded, sparse, PROMPT + answer, len(PROMPT), page_size=8)
+    found = reader.ask(reader.read(PROMPT, sparse), answer)
     assert found.says(answer)
     shared = reader.read(PROMPT)
     dense = reader.ask(shared, answer)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams, weights
-from jaxserve.evaluation.watch import watch
+from jaxserve.evaluation.watch import Reader
 from jaxserve.layers.sparse import Blasst, CompactAttention, FlashPrefill, Kascade, SparseAttention
 
 PROMPT = np.random.default_rng(3).integers(3, 300, 70).tolist()
@@ -28,8 +28,8 @@ def test_a_pass_over_a_text_says_what_decoding_says(tiny_model, name):
     llm = LLM(tiny_model, sparse_attention=POLICIES[name], warm_up="off", **options)
     answer = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     llm.close()
-    found = watch(loaded, POLICIES[name], PROMPT + answer, len(PROMPT), page_size=8)
-    dense = watch(loaded, None, PROMPT + answer, len(PROMPT), page_size=8)
+    reader = Reader(loaded, max_tokens=96, page_size=8)
+    found, dense = (reader.ask(reader.read(PROMPT, sparse), answer) for sparse in (POLICIES[name], None))
     assert found.says(answer)
     assert found.kl_from(dense) > 1e-4
     assert found.recall < 1
